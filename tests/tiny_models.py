@@ -151,3 +151,14 @@ def _small(config: Any) -> dict[str, Any]:
             elif key.endswith("_token_id") and value >= VOCABULARY:
                 changed[key] = 1
     return {**changed, **OVERRIDES.get(config.model_type, {})}
+
+
+def tiny_model(model_type: str, head: str = "AutoModelForCausalLM", **changes: Any) -> Any:
+    """A model of `tiny_config` with these changes, in evaluation mode, the same each time."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    settings = {key: value for key, value in tiny_config(model_type).items() if key != "model_type"} | changes
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    return getattr(transformers, head).from_config(config).eval()

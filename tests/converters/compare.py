@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from converters.cli import main
 from converters.tensors.dtypes import FROM_TORCH
 
 
@@ -43,12 +45,37 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """What lies in a folder: paths, and the bytes of the files."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 2) -> str:
+    """The one line with which the command refuses; it says nothing else."""
+    capsys.readouterr()
+    assert main([str(arg) for arg in argv]) == code
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.endswith("\n")
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: ") and line.isprintable()
+    return line
+
+
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
-    """What torch would have saved under this name had the run been another."""
+    """What torch, or Orbax, would have saved under this name had the run been another."""
     if path.name == ".metadata":
         value = pickle.loads(path.read_bytes())  # noqa: S301 - what torch wrote a moment ago
         change(value)
         path.write_bytes(pickle.dumps(value))
+        return
+    if path.name == "_METADATA":
+        value = json.loads(path.read_text())
+        change(value)
+        path.write_text(json.dumps(value))
         return
     value = load(path)
     change(value)

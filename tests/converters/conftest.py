@@ -3,59 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.converters.making import written_by
-from tests.converters.samples import MAKERS
+from tests.converters.samples import MAKERS, ORBAX
+
+
+def made(fixture: str) -> Any:
+    """A folder of checkpoints that the fixture's maker fills once a run, with `<name>.ref.pt` beside each."""
+
+    def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        if fixture in OF_DEEPSPEED:
+            pytest.importorskip("deepspeed")
+        if fixture == "written_xla":
+            request.getfixturevalue("torch_xla")
+        return written_by(MAKERS[fixture], tmp_path_factory)
+
+    return pytest.fixture(folder, scope="session", name=fixture)
+
+
+OF_DEEPSPEED = {"deepspeed_written", "deepspeed_parallel", "deepspeed_nvme", "universal_loads", "adapters"}
+written, written_ranks, written_xla = made("written"), made("written_ranks"), made("written_xla")
+deepspeed_written, deepspeed_parallel = made("deepspeed_written"), made("deepspeed_parallel")
+deepspeed_nvme, universal_loads = made("deepspeed_nvme"), made("universal_loads")
+adapters, written_megatron = made("adapters"), made("written_megatron")
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DCP checkpoints from 1 to 4 ranks, with `<name>.ref.pt` beside each."""
-    return written_by(MAKERS["written"], tmp_path_factory)
+def written_universal(deepspeed_written: Path) -> Path:
+    """Some of these runs made universal, with `<name>.2.ref.pt` beside each."""
+    return deepspeed_written / "universal"
 
 
 @pytest.fixture(scope="session")
-def written_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints with one torch.save file a rank, with `<name>.ref.pt` beside each."""
-    return written_by(MAKERS["written_ranks"], tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def written_dcp_safetensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DCP checkpoints in sharded safetensors, with `ref.pt` beside."""
-    return written_by(MAKERS["written_dcp_safetensors"], tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def written_xla(torch_xla: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
-    return written_by(MAKERS["written_xla"], tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def deepspeed_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DeepSpeed checkpoints from 1 to 4 ranks, with `<name>.<step>.ref.pt` beside each."""
-    pytest.importorskip("deepspeed")
-    return written_by(MAKERS["deepspeed_written"], tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DeepSpeed checkpoints with stages, experts or tensor parallel ranks."""
-    pytest.importorskip("deepspeed")
-    return written_by(MAKERS["deepspeed_parallel"], tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DeepSpeed runs, each made universal too, with `<name>.2.ref.pt` beside each."""
-    pytest.importorskip("deepspeed")
-    return written_by(MAKERS["written_universal"], tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def written_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of Megatron-LM's and Megatron-Core's checkpoints, with `<name>.logits.pt` beside."""
-    return written_by(MAKERS["written_megatron"], tmp_path_factory)
+def orbax_samples() -> Path:
+    """A folder of Orbax's checkpoints, kept beside the tests."""
+    return ORBAX

@@ -30,11 +30,10 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from converters import CheckpointError, Tensor, cli, open_checkpoint
 from converters.containers.pickle_reader import plain
@@ -57,21 +56,24 @@ _JSON_VALUES: list[Any] = [None, True, -1, 0, 1 << 62, 1 << 200, 1e300, float("n
 _JSON_VALUES += ["\ud800", [], {}, [[]] * 100, "x" * 5000, [1 << 62] * 60]
 
 
-@dataclass
-class Figures:
-    """What the files of one format came to."""
+class Cost(NamedTuple):
+    """What one file came to: whether it was refused, seconds, bytes of memory, and a traceback if any."""
 
-    files: int = 0
-    refused: int = 0
-    longest: float = 0.0
-    largest: int = 0
-    tracebacks: list[str] = field(default_factory=list)
+    refused: bool
+    seconds: float
+    memory: int
+    traceback: str
 
-    def row(self, name: str) -> str:
-        return (
-            f"{name:<24} {self.files:>8,} {self.refused:>8,} {self.longest:>8.2f} s "
-            f"{self.largest / 2**20:>7.0f} MiB {len(self.tracebacks):>4}"
-        )
+    @property
+    def too_much(self) -> bool:
+        return bool(self.traceback) or self.seconds > LONGEST or self.memory > LARGEST
+
+
+def row(name: str, costs: list[Cost]) -> str:
+    """Figures of one format."""
+    refused, failed = (sum(map(bool, column)) for column in (*zip(*costs, strict=True),)[::3])
+    longest, largest = max(cost.seconds for cost in costs), max(cost.memory for cost in costs) / 2**20
+    return f"{name:<24} {len(costs):>8,} {refused:>8,} {longest:>8.2f} s {largest:>7.0f} MiB {failed:>4}"
 
 
 # -- damage --------------------------------------------------------------------------------------------------
@@ -244,8 +246,7 @@ def _memory(name: str) -> int:
     return int(text.split(f"{name}:")[1].split()[0]) << 10
 
 
-def _costs(use: Callable[[Path, Path], bool], folder: Path, out: Path) -> tuple[bool, float, int, str]:
-    """(refused, seconds, bytes of memory it grew by, traceback)."""
+def _cost(use: Callable[[Path, Path], bool], folder: Path, out: Path) -> Cost:
     refused, failed = False, ""
     with suppress(OSError):  # some containers do not allow it
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -257,10 +258,12 @@ def _costs(use: Callable[[Path, Path], bool], folder: Path, out: Path) -> tuple[
         failed = traceback.format_exc()
     finally:
         signal.alarm(0)
-    return refused, time.perf_counter() - started, max(0, _memory("VmHWM") - before), failed
+    return Cost(refused, time.perf_counter() - started, max(0, _memory("VmHWM") - before), failed)
 
 
-def run(name: str, folder: Path, work: Path, *, files: int, seed: int = 0, until: float = 1e300) -> Figures:
+def run(
+    name: str, folder: Path, work: Path, *, files: int, seed: int = 0, until: float = 1e300
+) -> list[Cost]:
     """Damage the files of the checkpoint (or, by the name ``report``, the run) in `folder`, one at a time.
 
     Args:
@@ -271,14 +274,14 @@ def run(name: str, folder: Path, work: Path, *, files: int, seed: int = 0, until
     copy, out, found = work / name / "checkpoint", work / name / "out", work / "found"
     shutil.copytree(folder, copy)
     found.mkdir(exist_ok=True)
-    rng, figures = random.Random(f"{name} {seed}"), Figures()
+    rng, costs = random.Random(f"{name} {seed}"), list[Cost]()
     seal = copy / "shard_checksums.json"
     victims = [
         path for path in sorted(copy.rglob("*")) if path.is_file() and not path.name.endswith(".ref.pt")
     ]
     previous = signal.signal(signal.SIGALRM, _too_long)
     try:
-        while figures.files < files and time.time() < until:
+        while len(costs) < files and time.time() < until:
             path = rng.choice(victims)
             good = path.read_bytes()
             bad = knowing(rng, path, good) if rng.random() < 0.5 else blind(rng, good)
@@ -286,23 +289,19 @@ def run(name: str, folder: Path, work: Path, *, files: int, seed: int = 0, until
             sealed = seal.read_bytes() if seal.exists() and path != seal and rng.random() < 0.7 else None
             if sealed is not None:
                 seal.unlink()
-            use = report if name == "report" else convert if figures.files % _CONVERTED == 0 else read_all
-            refused, seconds, grown, failed = _costs(use, copy, out)
-            figures.files += 1
-            figures.refused += refused
-            figures.longest = max(figures.longest, seconds)
-            figures.largest = max(figures.largest, grown)
-            if failed or seconds > LONGEST or grown > LARGEST:
-                kept = found / f"{name}-{seed}-{figures.files}-{path.name}"
+            use = report if name == "report" else read_all if len(costs) % _CONVERTED else convert
+            costs.append(cost := _cost(use, copy, out))
+            if cost.too_much:
+                kept = found / f"{name}-{seed}-{len(costs)}-{path.name}"
                 kept.write_bytes(bad)
-                kept.with_name(kept.name + ".txt").write_text(f"{seconds:.1f} s, {grown:,} bytes\n{failed}")
-                figures.tracebacks += [failed] if failed else []
+                text = f"{cost.seconds:.1f} s, {cost.memory:,} bytes\n{cost.traceback}"
+                kept.with_name(kept.name + ".txt").write_text(text)
             path.write_bytes(good)
             if sealed is not None:
                 seal.write_bytes(sealed)
     finally:
         signal.signal(signal.SIGALRM, previous)
-    return figures
+    return costs
 
 
 def a_run(folder: Path) -> None:
@@ -313,9 +312,17 @@ def a_run(folder: Path) -> None:
         {"step": i + 1, "loss": 9.0 - i / 10, "tokens_per_second": 5e4, "memory": 1 << 30, "time": times[i]}
         for i in range(50)
     ]
-    events = [{"event": kind, "step": step, "time": times[step], "backend": "cpu", "strategy": "full_shard",
-               "world_size": 2, "parameters": 10_000, "model": "llama", "samples": 4 * step}
-              for kind, step in (("start", 0), ("save", 20), ("resume", 20), ("end", 49))]  # fmt: skip
+    about = {
+        "backend": "cpu",
+        "strategy": "full_shard",
+        "world_size": 2,
+        "parameters": 10_000,
+        "model": "llama",
+    }
+    events = [
+        {"event": kind, "step": step, "time": times[step], "samples": 4 * step, **about}
+        for kind, step in (("start", 0), ("save", 20), ("resume", 20), ("end", 49))
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
     (folder / "config.yaml").write_text(
@@ -327,24 +334,17 @@ def a_run(folder: Path) -> None:
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
     """(name, folder) of a sample of each format, made where they are not there yet."""
     from tests.converters.making import make
-    from tests.converters.samples import MAKERS, all_samples
+    from tests.converters.samples import MAKERS, ORBAX, all_samples
 
     for sample in all_samples():
-        if not all(map(find_spec, sample.needs)):
+        if find_spec(sample.needs) is None:
             continue
-        if sample.fixture is None:
-            made = folder / sample.name
-            if not made.exists():
-                assert sample.make is not None
-                made.mkdir(parents=True)
-                sample.make(made)
-        else:
-            base = folder / MAKERS[sample.fixture]
-            if not base.exists():
-                base.mkdir(parents=True)
-                make(base.name, base)
-            made = base / sample.folder
-        yield sample.name, made
+        maker = MAKERS.get(sample.fixture, sample.name)
+        base = ORBAX if sample.fixture == "orbax_samples" else folder / maker
+        if not base.exists():
+            base.mkdir(parents=True)
+            sample.make(base) if sample.make else make(maker, base)
+        yield sample.name, base / sample.folder
     if not (folder / "report").exists():
         a_run(folder / "report")
     yield "report", folder / "report"
@@ -364,22 +364,18 @@ def main(argv: list[str] | None = None) -> int:
     work = options.folder / f"work-{os.getpid()}"
     work.mkdir()
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
-    total, began = Figures(), time.time()
+    every, began = list[Cost](), time.time()
     for number, (name, path) in enumerate(samples):
         left = options.seconds - (time.time() - began)
         until = time.time() + left / (len(samples) - number)
-        figures = run(name, path, work, files=options.files, seed=options.seed, until=until)
-        print(figures.row(name), flush=True)
-        total.files += figures.files
-        total.refused += figures.refused
-        total.longest = max(total.longest, figures.longest)
-        total.largest = max(total.largest, figures.largest)
-        total.tracebacks += figures.tracebacks
+        costs = run(name, path, work, files=options.files, seed=options.seed, until=until)
+        print(row(name, costs), flush=True)
+        every += costs
         shutil.rmtree(work / name)
-    print(total.row(f"{len(samples)} formats"))
-    for last in sorted({each.strip().splitlines()[-1][:150] for each in total.tracebacks}):
+    print(row(f"{len(samples)} formats", every))
+    for last in sorted({cost.traceback.strip().splitlines()[-1][:150] for cost in every if cost.traceback}):
         print("  " + last)
-    return int(bool(total.tracebacks) or total.longest > LONGEST or total.largest > LARGEST)
+    return int(any(cost.too_much for cost in every))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ values, gathered from the live run. Ranks are forked from one process that has i
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,16 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
-import transformers
 from accelerate import PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
 
-from gpu.zero.runtime import import_deepspeed
 from tests.converters.make_dcp import launch
 from tests.converters.make_deepspeed import config as deepspeed_config
-from tests.converters.make_deepspeed import start
-
-os.environ |= {"USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
-deepspeed = import_deepspeed("cpu")
+from tests.converters.make_deepspeed import deepspeed, start
+from tests.converters.make_peers import save_with_accelerate
+from tests.tiny_models import tiny_model
 
 LORA: dict[str, Any] = {
     "r": 3,
@@ -42,23 +36,13 @@ LORA: dict[str, Any] = {
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=37,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            attention_bias=True,
-            tie_word_embeddings=False,
-        )
-    )
+    return tiny_model("llama", attention_bias=True, tie_word_embeddings=False)
 
 
 def adapted() -> Any:
+    model = llama()
     torch.manual_seed(1)
-    return peft.get_peft_model(llama(), peft.LoraConfig(**LORA))
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA))
 
 
 def loss_of(model: Any, step: int) -> torch.Tensor:
@@ -110,25 +94,14 @@ def fsdp(out: Path) -> None:
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    accelerator: Any = type(
-        "Ranks",
-        (),
-        {
-            "num_processes": dist.get_world_size(),
-            "process_index": dist.get_rank(),
-            "wait_for_everyone": staticmethod(dist.barrier),
-            "is_main_process": not dist.get_rank(),
-        },
-    )
     values: Any = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+    for kind in ("sharded", "full"):
         for alone in (False, True):
-            folder = out / f"fsdp-{kind.partition('_')[0].lower()}{'-alone' if alone else ''}"
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
-            save_fsdp_model(plugin, accelerator, model, str(folder), adapter_only=alone)
-            save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
+            folder = out / f"fsdp-{kind}{'-alone' if alone else ''}"
+            how = f"{kind.upper()}_STATE_DICT"
+            save_with_accelerate(folder, model, optimizer, 2, how, adapter_only=alone)
             if dist.get_rank() == 0:
                 save_reference(values, f"{folder}.adapter")
             dist.barrier()

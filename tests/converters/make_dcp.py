@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -78,12 +79,19 @@ def trained(world: int, wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(model)
     elif wrap == "ddp":
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
-    for step in range(2):
-        model(torch.arange(step, step + 5)).backward()
+    return model, stepped(model)
+
+
+def stepped(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: Sequence[int] = (0, 1)
+) -> torch.optim.Optimizer:
+    """The optimizer after these steps on tokens; the model returns its loss."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
+    for step in steps:
+        model(torch.arange(step, step + 4)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer
+    return optimizer
 
 
 def reference(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -93,10 +101,15 @@ def reference(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"model": weights, "optim": moments, "groups": state["param_groups"]}
 
 
+def keep(out: Path, name: str, value: Any) -> None:
+    """What a test compares with, from rank 0."""
+    if dist.get_rank() == 0:
+        torch.save(value, out / f"{name.replace('/', '+')}.pt")
+
+
 def save(out: Path, name: str, state: dict[str, Any], ref: dict[str, Any]) -> None:
     dcp_save(state, checkpoint_id=out / name)
-    if dist.get_rank() == 0:
-        torch.save(ref, out / f"{name.replace('/', '+')}.ref.pt")
+    keep(out, f"{name}.ref", ref)
 
 
 def writers(rank: int, world: int, out: Path) -> None:
@@ -119,10 +132,31 @@ def writers(rank: int, world: int, out: Path) -> None:
             torch.save({"global_step": 2, "loops": {}}, out / f"{prefix}-lightning" / "meta.pt")
         save(out, f"{prefix}-app", {"app": {"model": weights, "optim": state}}, ref)
         save(out, f"{prefix}-bare", dict(weights), ref)
+        if world == 3:
+            in_safetensors(out, dict(weights), state, ref)
 
 
-def grid_tensors() -> tuple[dict[str, torch.Tensor], dict[str, DTensor]]:
-    """Tensors, and the same cut along other dimensions, as tensor parallelism and XLA SPMD leave them."""
+def in_safetensors(out: Path, weights: dict[str, Any], state: dict[str, Any], ref: dict[str, Any]) -> None:
+    """By torch's own writer, which takes no tied names; its consolidation takes no integers."""
+    del weights["lm_head.weight"]
+    floats = {name: value for name, value in weights.items() if value.is_floating_point()}
+    moments = {f"optim.state.{name}.exp_avg": held["exp_avg"] for name, held in state["state"].items()}
+    two = {name: 1 + at % 2 for at, name in enumerate(weights)}
+    runs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "sharded": (weights, {}),
+        "two-files": (weights, {"fqn_to_index_mapping": two}),
+        "consolidated": (floats, {"enable_consolidation": True}),
+        "with-moments": (weights | moments, {}),
+    }
+    for name, (held, how) in runs.items():
+        folder = out / "safetensors" / name
+        dcp_save(held, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True, **how))
+        model = {key: value for key, value in ref["model"].items() if key in held}
+        keep(out, f"safetensors/{name}.ref", {**ref, "model": model})
+
+
+def grid(rank: int, world: int, out: Path) -> None:
+    """Tensors cut along other dimensions, as tensor parallelism and XLA SPMD leave them."""
     torch.manual_seed(0)
     whole = {
         "columns": torch.randn(5, 9),
@@ -132,18 +166,16 @@ def grid_tensors() -> tuple[dict[str, torch.Tensor], dict[str, DTensor]]:
     }
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    state = {
+    state: dict[str, DTensor] = {
         "columns": distribute_tensor(whole["columns"], line, [Shard(1)]),
         "square": distribute_tensor(whole["square"], plane, [Shard(0), Shard(1)]),
         "cube": distribute_tensor(whole["cube"], plane, [Shard(2), Shard(1)]),
         "long": distribute_tensor(whole["long"], plane, [Shard(0), Shard(0)]),
     }
-    return whole, state
-
-
-def grid(rank: int, world: int, out: Path) -> None:
-    whole, state = grid_tensors()
     save(out, "grid4", {"model": state}, {"model": whole})
+    writer = HuggingFaceStorageWriter(str(out / "safetensors" / "grid"), save_distributed=True)
+    dcp_save(state, storage_writer=writer)
+    keep(out, "safetensors/grid.ref", {"model": whole})
 
 
 def _rank(rank: int, world: int, port: int, out: Path, body: Callable[[int, int, Path], None]) -> None:
@@ -187,11 +219,16 @@ def in_forks(calls: Sequence[Callable[[], None]]) -> None:
         raise RuntimeError(f"the processes ended with {codes}")
 
 
+def prepare() -> None:
+    """Before the forks: OpenMP's threads do not survive them, and an optimizer's first use imports much."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    trained(1, "plain")
+
+
 def main(out: Path) -> None:
     """Write everything under `out`."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # before the forks: OpenMP's threads do not survive them
-    trained(1, "plain")  # the optimizer's first use imports a great deal: once here, not once a rank
+    prepare()
     for world in (1, 2, 3):
         launch(world, out, writers)
     launch(4, out, grid)

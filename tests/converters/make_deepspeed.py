@@ -1,5 +1,6 @@
 """Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
 
+Some runs are put through DeepSpeed's own `ds_to_universal`, below `universal/`.
 Ranks are forked from one process that has imported DeepSpeed. Each checkpoint folder lies beside
 `<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}` with full tensors, gathered
 from the live run through DeepSpeed's own accessors.
@@ -7,6 +8,7 @@ from the live run through DeepSpeed's own accessors.
 
 from __future__ import annotations
 
+import argparse
 import os
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gpu.zero.runtime import import_deepspeed
-from tests.converters.make_dcp import launch, odd_buffers
+from tests.converters.make_dcp import keep, launch, odd_buffers
+from tests.tiny_models import tiny_model
 
 os.environ |= {"USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
 deepspeed = import_deepspeed("cpu")
@@ -108,9 +111,7 @@ def train(
         engine.step()
         if step + 1 in saves:
             engine.save_checkpoint(str(out / name), client_state=dict(client_state or {}))
-            reference = gather(engine, stage)
-            if dist.get_rank() == 0:
-                torch.save(reference, out / f"{name}.{step + 1}.ref.pt")
+            keep(out, f"{name}.{step + 1}.ref", gather(engine, stage))
     engine.destroy()
 
 
@@ -226,49 +227,29 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "hpz-4", 3, "bf16", zero_optimization={"zero_hpz_partition_size": 2})
 
 
-def tied_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
-
-
-def wrapped(stage: int) -> dict[str, Any]:
-    """A configuration as the Trainer and Accelerate take it."""
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
 def accelerate(rank: int, world: int, out: Path) -> None:
     start(rank, world)
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    plugin = DeepSpeedPlugin(hf_ds_config=wrapped(3))
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+    )
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerator = Accelerator(deepspeed_plugin=plugin)
-    model = tied_llama()
+    model = tiny_model("llama", tie_word_embeddings=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.arange(9)[None]
     accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
     accelerator.save_state(str(out / "accelerate"))
-    reference = gather(model, 3)
-    if rank == 0:
-        torch.save(reference, out / "accelerate.1.ref.pt")
+    keep(out, "accelerate.1.ref", gather(model, 3))
 
 
 def prepare() -> None:
@@ -280,9 +261,30 @@ def prepare() -> None:
     assert deepspeed.ops.__compatible_ops__  # it asks for compilers
 
 
+def universal(out: Path, name: str) -> None:
+    """Convert the run with DeepSpeed's own tool."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    target = out / "universal" / name / "global_step2_universal"
+    target.parent.mkdir(parents=True)
+    told = argparse.Namespace(
+        input_folder=str(out / name / "global_step2"),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    ds_to_universal.main(told)
+    os.link(out / f"{name}.2.ref.pt", out / "universal" / f"{name}.2.ref.pt")
+
+
 def main(out: Path) -> None:
     """Write everything under `out`."""
     prepare()
     for world, body in enumerate((one_rank, two_ranks, three_ranks, four_ranks), 1):
         launch(world, out, body)
     launch(2, out, accelerate)
+    for name in ("zero1-fp32-2", "zero2-bf16-2", "zero3-fp32-2", "sub-groups-3"):
+        universal(out, name)

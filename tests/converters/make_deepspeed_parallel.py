@@ -16,16 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.converters.make_dcp import launch
-from tests.converters.make_deepspeed import (
-    FP32_ACCUMULATION,
-    config,
-    deepspeed,
-    gather,
-    prepare,
-    start,
-    tied_llama,
-)
+from tests.converters.make_dcp import keep, launch
+from tests.converters.make_deepspeed import FP32_ACCUMULATION, config, deepspeed, gather, prepare, start
+from tests.tiny_models import tiny_model
 
 # -- pipeline stages -----------------------------------------------------------------------------------------
 
@@ -87,8 +80,7 @@ def finish(out: Path, name: str, engine: Any, mine: dict[str, Any]) -> None:
     for part in held:
         merged["model"] |= part["model"]
         merged["optim"] |= part["optim"]
-    if dist.get_rank() == 0:
-        torch.save(merged, out / f"{name}.2.ref.pt")
+    keep(out, f"{name}.2.ref", merged)
     engine.destroy()
 
 
@@ -209,6 +201,7 @@ def merged(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.T
 def tensor_parallel(rank: int, world: int, out: Path) -> None:
     """Two tensor parallel ranks of two data parallel ones."""
     start(rank, world)
+    tied_llama = partial(tiny_model, "llama", tie_word_embeddings=True)
     cut(out, "autotp-zero1-4", 1, "bf16", tied_llama)
     cut(out, "autotp-zero2-4", 2, "fp32", Fused, partition_config=PLAN)
     cut(out, "autotp-zero3-4", 3, "bf16", tied_llama)

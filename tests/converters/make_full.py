@@ -72,9 +72,9 @@ def no_checksum(path: Path) -> list[Span]:
 
 
 SAMPLES = [
-    Sample("torch-one-file", "torch", one_file),
-    Sample("torch-bare", "torch", bare),
-    Sample("torch-sharded", "torch", sharded),
-    Sample("safetensors", "safetensors", safetensors_file, unchecked=no_checksum),
-    Sample("safetensors-shards", "safetensors", safetensors_shards, unchecked=no_checksum),
+    Sample("torch-one-file", "torch", make=one_file),
+    Sample("torch-bare", "torch", make=bare),
+    Sample("torch-sharded", "torch", make=sharded),
+    Sample("safetensors", "safetensors", make=safetensors_file, unchecked=no_checksum),
+    Sample("safetensors-shards", "safetensors", make=safetensors_shards, unchecked=no_checksum),
 ]

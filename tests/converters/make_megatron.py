@@ -11,6 +11,7 @@ Run it where `megatron.core` can be imported.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import warnings
 from contextlib import nullcontext
@@ -36,7 +37,7 @@ def settings(kind: str, tp: int, pp: int) -> argparse.Namespace:
         hidden_size=32,
         num_attention_heads=4,
         group_query_attention=llama,
-        num_query_groups=2 if llama else 1,
+        num_query_groups=2 if llama else 4,
         kv_channels=12 if kind == "llama-tied" else 8,
         ffn_hidden_size=48,
         swiglu=llama,
@@ -63,21 +64,12 @@ def stage(args: argparse.Namespace, pp: int) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    shared = {field.name for field in dataclasses.fields(TransformerConfig)} & vars(args).keys()
     config = TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
+        **{name: getattr(args, name) for name in shared},
         gated_linear_unit=args.swiglu,
         activation_func=torch.nn.functional.silu if args.swiglu else GELU,
-        normalization=args.normalization,
-        add_bias_linear=args.add_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
         layernorm_epsilon=1e-5,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_activation_fusion=False,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import tarfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +34,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.converters.make_dcp import full, launch, reference, trained
+from tests.converters.make_dcp import full, keep, launch, prepare, reference, stepped, trained
 
 
 class Block(nn.Module):
@@ -70,15 +69,6 @@ class Stack(nn.Module):
         return loss
 
 
-def steps(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
-    for step in range(2):
-        model(torch.arange(step, step + 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
 def save(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """What verl's `save_checkpoint` writes on every rank."""
     folder, rank, world = out / name, dist.get_rank(), dist.get_world_size()
@@ -94,12 +84,13 @@ def save(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimize
         torch.save(state, folder / f"{kind}_world_size_{world}_rank_{rank}.pt")
 
 
+def finish(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    save(out, name, model, optimizer)
+    keep(out, f"{name}.ref", reference(model, optimizer))
+
+
 def fsdp2(rank: int, world: int, out: Path) -> None:
-    model, optimizer = trained(world, "fsdp")
-    save(out, f"fsdp2-{world}", model, optimizer)
-    ref = reference(model, optimizer)
-    if rank == 0:
-        torch.save(ref, out / f"fsdp2-{world}.ref.pt")
+    finish(out, f"fsdp2-{world}", *trained(world, "fsdp"))
 
 
 def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
@@ -111,7 +102,7 @@ def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    finish(out, "tensor-parallel-4", model, steps(model))
+    finish(out, "tensor-parallel-4", model, stepped(model))
 
 
 def replicated(rank: int, world: int, out: Path) -> None:
@@ -119,7 +110,7 @@ def replicated(rank: int, world: int, out: Path) -> None:
     torch.manual_seed(0)
     model: Any = Stack()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp")))
-    finish(out, "hybrid-4", model, steps(model))
+    finish(out, "hybrid-4", model, stepped(model))
 
 
 def meshes(rank: int, world: int, out: Path) -> None:
@@ -145,13 +136,6 @@ def meshes(rank: int, world: int, out: Path) -> None:
     finish(out, "meshes-4", model, optimizer)
 
 
-def finish(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    save(out, name, model, optimizer)
-    ref = reference(model, optimizer)
-    if dist.get_rank() == 0:
-        torch.save(ref, out / f"{name}.ref.pt")
-
-
 def fsdp1(rank: int, world: int, out: Path) -> None:
     """FSDP1, by layer, as verl wraps it: with a mesh (DTensor) and without (ShardedTensor)."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
@@ -164,7 +148,7 @@ def fsdp1(rank: int, world: int, out: Path) -> None:
         torch.manual_seed(0)
         policy = ModuleWrapPolicy({Block})
         model = Fsdp(Stack(), auto_wrap_policy=policy, device_id=torch.device("cpu"), **more)
-        optimizer = steps(model)
+        optimizer = stepped(model)
         sharded = (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
         with Fsdp.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *sharded):
             save(out, f"fsdp1-{name}-{world}", model, optimizer)
@@ -178,9 +162,7 @@ def fsdp1(rank: int, world: int, out: Path) -> None:
             state["state"] = gathered(model, optimizer, weights, world)
         named = zip(optimizer.param_groups, state["param_groups"], strict=True)
         groups = [{**group, "params": theirs["params"]} for group, theirs in named]
-        if rank == 0:
-            reference = {"model": weights, "optim": state["state"], "groups": groups}
-            torch.save(reference, out / f"fsdp1-{name}-{world}.ref.pt")
+        keep(out, f"fsdp1-{name}-{world}.ref", {"model": weights, "optim": state["state"], "groups": groups})
 
 
 def gathered(
@@ -204,15 +186,12 @@ def gathered(
 
 def main(out: Path) -> None:
     """Write everything under `out`."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    trained(1, "plain")
+    prepare()
     for world in (2, 3):
         launch(world, out, fsdp2)
     launch(3, out, fsdp1)
-    launch(4, out, with_tensor_parallel)
-    launch(4, out, replicated)
-    launch(4, out, meshes)
+    for body in (with_tensor_parallel, replicated, meshes):
+        launch(4, out, body)
 
 
 def sample(folder: Path) -> None:

@@ -122,28 +122,25 @@ def decayed(name: str) -> bool:
 
 
 def trained(rank: int, run: Run) -> Any:
-    """(model, optimizer) of one rank after two steps."""
+    """(model, optimizer) of one rank after a step."""
     model = wrapped(rank, run)
     if run.dtype != torch.float32:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(run.dtype)
-    named = list(model.named_parameters())
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or run.groups == "one"]
     chosen: Any = [p for _, p in named]
     if run.groups == "trainer":
         chosen = [
-            {"params": [p for n, p in named if p.requires_grad and decayed(n)], "weight_decay": 0.1},
-            {"params": [p for n, p in named if p.requires_grad and not decayed(n)], "weight_decay": 0.0},
+            {"params": [p for n, p in named if decayed(n) is kept], "weight_decay": 0.1 * kept}
+            for kept in (True, False)
         ]
-    elif run.groups == "trainable":
-        chosen = [p for p in chosen if p.requires_grad]
     optimizer = torch.optim.AdamW(chosen, lr=1e-2, betas=(0.8, 0.95))
     noise = torch.Generator().manual_seed(100 + rank)
-    for _ in range(1):
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                grad = torch.randn(parameter.shape, generator=noise)
-                parameter.grad = grad.to(parameter.dtype).to(parameter.device)
-        optimizer.step()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            grad = torch.randn(parameter.shape, generator=noise)
+            parameter.grad = grad.to(parameter.dtype).to(parameter.device)
+    optimizer.step()
     torch_xla.sync()
     return model, optimizer
 
@@ -251,10 +248,14 @@ def spmd(out: Path, name: str, *, primed: bool) -> None:
             if parameter.dim() == 2:
                 xs.mark_sharding(parameter, mesh, ("fsdp", "data"))
     else:
+
+        def shard_output(output: Any, mesh: Any) -> None:
+            xs.mark_sharding(output, mesh, ("fsdp", None, None))
+
         mesh = xs.Mesh(np.arange(4), (4,), ("fsdp",))
-        for i, layer in enumerate(model.layers):
-            model.layers[i] = wrapped_spmd(layer, mesh) if i else layer
-        model = wrapped_spmd(model, mesh)
+        wrap = partial(SpmdFullyShardedDataParallel, mesh=mesh, shard_output=shard_output)
+        model.layers[1] = wrap(model.layers[1])
+        model = wrap(model)
         inner = model._orig_module
     inner.lm_head.weight = inner.embed_tokens.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
@@ -280,14 +281,6 @@ def spmd(out: Path, name: str, *, primed: bool) -> None:
         "groups": [{**optimizer.state_dict()["param_groups"][0], "params": list(named.values())}],
     }
     torch.save(ref, out / f"{name}.ref.pt")
-
-
-def wrapped_spmd(module: nn.Module, mesh: Any) -> nn.Module:
-    def shard_output(output: Any, mesh: Any) -> None:
-        xs.mark_sharding(output, mesh, ("fsdp", None, None))
-
-    made: nn.Module = SpmdFullyShardedDataParallel(module, mesh=mesh, shard_output=shard_output)
-    return made
 
 
 def main(out: Path) -> None:

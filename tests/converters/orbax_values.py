@@ -48,25 +48,34 @@ def pattern(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, np
     return values.astype(np.float32).astype(kind).reshape(shape)
 
 
+# The dimensions of MaxText's parameters, of a llama and of others, and the names in transformers.
+KERNELS = {
+    "self_attention.query.kernel": ("EHD", "self_attn.q_proj"),
+    "self_attention.key.kernel": ("EKD", "self_attn.k_proj"),
+    "self_attention.value.kernel": ("EKD", "self_attn.v_proj"),
+    "self_attention.out.kernel": ("HDE", "self_attn.o_proj"),
+    "mlp.wi_0.kernel": ("EM", "mlp.gate_proj"),
+    "mlp.wi_1.kernel": ("EM", "mlp.up_proj"),
+    "mlp.wo.kernel": ("ME", "mlp.down_proj"),
+}
+LLAMA_NORMS = {
+    "pre_self_attention_layer_norm.scale": ("E", "input_layernorm"),
+    "post_self_attention_layer_norm.scale": ("E", "post_attention_layernorm"),
+}
+AROUND = {
+    "token_embedder.embedding": "PE",
+    "decoder.decoder_norm.scale": "E",
+    "decoder.logits_dense.kernel": "EP",
+}
+SIZES = {"E": 8, "H": 4, "K": 2, "D": 6, "M": 12, "V": 10, "P": 12, "L": 3}
+AXES = {"E": "fsdp", "H": "tensor", "K": "tensor", "M": "tensor", "P": "tensor"}
+
+
 def maxtext_llama() -> Arrays:
     """The parameters of `LLAMA` below `params.params`, its layers scanned, the vocabulary padded."""
-    layers, hidden, heads, groups, head, inner, words = 3, 8, 4, 2, 6, 12, 12
-    kind = "bfloat16"
-    stacked = {
-        "self_attention.query.kernel": ((hidden, layers, heads, head), ("fsdp", None, "tensor")),
-        "self_attention.key.kernel": ((hidden, layers, groups, head), ("fsdp", None, "tensor")),
-        "self_attention.value.kernel": ((hidden, layers, groups, head), ("fsdp", None, "tensor")),
-        "self_attention.out.kernel": ((heads, layers, head, hidden), ("tensor", None, None, "fsdp")),
-        "mlp.wi_0.kernel": ((hidden, layers, inner), ("fsdp", None, "tensor")),
-        "mlp.wi_1.kernel": ((hidden, layers, inner), ("fsdp", None, "tensor")),
-        "mlp.wo.kernel": ((inner, layers, hidden), ("tensor", None, "fsdp")),
-        "pre_self_attention_layer_norm.scale": ((hidden, layers), ("tensor",)),
-        "post_self_attention_layer_norm.scale": ((hidden, layers), ("tensor",)),
+    layers = {name: f"{sizes[0]}L{sizes[1:]}" for name, (sizes, _) in {**KERNELS, **LLAMA_NORMS}.items()}
+    named = {**AROUND, **{f"decoder.layers.{name}": sizes for name, sizes in layers.items()}}
+    return {
+        name: ("bfloat16", tuple(SIZES[size] for size in sizes), tuple(AXES.get(size) for size in sizes))
+        for name, sizes in named.items()
     }
-    around = {
-        "token_embedder.embedding": ((words, hidden), ("tensor", "fsdp")),
-        "decoder.decoder_norm.scale": ((hidden,), ("tensor",)),
-        "decoder.logits_dense.kernel": ((hidden, words), ("fsdp", "tensor")),
-    }
-    named = {**around, **{f"decoder.layers.{name}": what for name, what in stacked.items()}}
-    return {name: (kind, shape, axes) for name, (shape, axes) in named.items()}

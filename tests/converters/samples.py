@@ -6,7 +6,6 @@ A format takes part by a line in `_WRITTEN`: a folder that a session fixture of 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +16,20 @@ import pytest
 from tests.converters.orbax_damage import unchecked_spans
 
 Span = tuple[int, int]
-_ORBAX = Path(__file__).parent / "orbax_samples"
+ORBAX = Path(__file__).parent / "orbax_samples"
 
 
 # The fixture of `conftest.py` -> the module that fills its folder.
 MAKERS = {
     "written": "make_dcp",
     "written_ranks": "make_ranks",
-    "written_dcp_safetensors": "make_dcp_safetensors",
     "written_xla": "make_xla",
     "deepspeed_written": "make_deepspeed",
     "deepspeed_parallel": "make_deepspeed_parallel",
-    "written_universal": "make_universal",
     "written_megatron": "make_megatron",
+    "deepspeed_nvme": "make_nvme",
+    "universal_loads": "make_universal_loads",
+    "adapters": "make_adapters",
 }
 
 
@@ -45,24 +45,30 @@ class Sample:
     Attributes:
         name: of the sample, for the test's report.
         format: what `Checkpoint.format` says of it.
-        make: writes it into the folder given; or
-        fixture, folder: a session fixture that gives a path, and the checkpoint's folder below it.
+        fixture, folder: a session fixture that gives a path, and the checkpoint's folder below it; or
+        make: writes it into the folder given.
         unchecked: the bytes of a file that nothing in the format vouches for, so that a change in them
             may come through: spans (start, stop). Say why at the definition.
         same_layout: file name -> files it may be swapped with unnoticed, for want of a rank or name inside.
-        needs: packages without which it cannot be made.
         untouched: files that carry no part of the values (companions, states that are not read).
     """
 
     name: str
     format: str
-    make: Callable[[Path], None] | None = None
-    fixture: str | None = None
+    fixture: str = ""
     folder: str = "."
+    make: Callable[[Path], None] | None = None
     unchecked: Callable[[Path], list[Span]] = nothing
     same_layout: Callable[[Path, Path], bool] = lambda left, right: False
-    needs: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ("config.json", "trainer_state.json", "generation_config.json")
+
+    @property
+    def needs(self) -> str:
+        """The package without which it cannot be made."""
+        return "deepspeed" if self.fixture.startswith("deepspeed") else _NEEDS.get(self.fixture, "torch")
+
+
+_NEEDS = {"written_xla": "torch_xla", "written_megatron": "megatron"}
 
 
 def _no_checksum(path: Path) -> list[Span]:
@@ -77,78 +83,51 @@ def _between_nodes(path: Path) -> list[Span]:
     return unchecked_spans(path.read_bytes()) if path.parent.name == "d" else []
 
 
-def _kept(name: str) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        shutil.copytree(_ORBAX / name, folder, dirs_exist_ok=True)
-
-    return make
+def _any(left: Path, right: Path) -> bool:
+    """No file says which one it is."""
+    return True
 
 
 _EXTRA = tuple(f"extra_state_world_size_{n}_rank_{rank}.pt" for n in (3, 4) for rank in range(n))
 
+_STEP = "global_step2_universal"
 _WRITTEN = [
+    Sample("dcp", "dcp", "written", "fsdp3-ours"),
+    Sample("dcp-accelerate", "dcp", "written", "fsdp2-accelerate"),
     *(
-        Sample(
-            f"dcp-safetensors-{run}",
-            "dcp-safetensors",
-            fixture="written_dcp_safetensors",
-            folder=run,
-            unchecked=_no_checksum,
-            same_layout=lambda left, right: True,
-        )
-        for run in ("two-files", "consolidated")
-    ),
-    *(
-        Sample(f"ranks-{run}", "fsdp-ranks", fixture="written_ranks", folder=run, untouched=_EXTRA)
+        Sample(f"ranks-{run}", "fsdp-ranks", "written_ranks", run, untouched=_EXTRA)
         for run in ("fsdp2-3", "fsdp1-plain-3", "tensor-parallel-4")
     ),
-    Sample(
-        "orbax-maxtext",
-        "orbax",
-        make=_kept("maxtext/checkpoints/7"),
-        unchecked=_between_nodes,
-        same_layout=lambda left, right: left.parent.name == right.parent.name == "d",
-    ),
-    Sample(
-        "orbax-zarr",
-        "orbax",
-        make=_kept("zarr"),
-        unchecked=_no_checksum,
-        same_layout=lambda left, right: True,
-    ),
-    Sample("dcp", "dcp", fixture="written", folder="fsdp3-ours"),
-    Sample("dcp-accelerate", "dcp", fixture="written", folder="fsdp2-accelerate"),
     *(
-        Sample(f"deepspeed-{run}", "deepspeed", fixture="deepspeed_written", folder=run, needs=("deepspeed",))
+        Sample(f"deepspeed-{run}", "deepspeed", "deepspeed_written", run)
         for run in ("zero0-fp32-2", "zero1-fp32-2", "zero2-bf16-2", "zero3-fp32-2")
     ),
     *(
-        Sample(
-            f"deepspeed-{run}", "deepspeed", fixture="deepspeed_parallel", folder=run, needs=("deepspeed",)
-        )
+        Sample(f"deepspeed-{run}", "deepspeed", "deepspeed_parallel", run)
         for run in ("pipeline-bf16-4", "experts-zero1-4", "autotp-zero1-4")
     ),
     *(
-        Sample(
-            f"universal-{run}",
-            "deepspeed-universal",
-            fixture="written_universal",
-            folder=f"{run}/global_step2_universal",
-            needs=("deepspeed",),
-        )
-        for run in ("zero2-bf16-3", "zero3-fp32-3")
+        Sample(f"universal-{run}", "deepspeed-universal", "deepspeed_written", f"universal/{run}/{_STEP}")
+        for run in ("zero2-bf16-2", "zero3-fp32-2")
     ),
-    Sample("megatron", "megatron", fixture="written_megatron", folder="llama-2x2"),
+    Sample("megatron", "megatron", "written_megatron", "llama-2x2"),
     Sample(
-        "megatron-core",
-        "megatron-core",
-        fixture="written_megatron",
-        folder="core-llama-tied-2x1",
+        *("megatron-core", "megatron-core", "written_megatron", "core-llama-tied-2x1"),
         untouched=("metadata.json",),
     ),
+    *(Sample(f"xla-{run}", "xla-fsdp", "written_xla", run) for run in ("flat3", "dim3")),
     *(
-        Sample(f"xla-{run}", "xla-fsdp", fixture="written_xla", folder=run, needs=("torch_xla",))
-        for run in ("flat3", "dim3")
+        Sample(name, kind, fixture, folder, unchecked=_no_checksum, same_layout=_any)
+        for name, kind, fixture, folder in (
+            ("dcp-safetensors-two-files", "dcp-safetensors", "written", "safetensors/two-files"),
+            ("dcp-safetensors-consolidated", "dcp-safetensors", "written", "safetensors/consolidated"),
+            ("orbax-zarr", "orbax", "orbax_samples", "zarr"),
+        )
+    ),
+    Sample(
+        *("orbax-maxtext", "orbax", "orbax_samples", "maxtext/checkpoints/7"),
+        unchecked=_between_nodes,
+        same_layout=lambda left, right: left.parent.name == right.parent.name == "d",
     ),
 ]
 
@@ -160,10 +139,21 @@ def all_samples() -> list[Sample]:
     return [*_WRITTEN, *make_full.SAMPLES]
 
 
+def folder_of(name: str, request: pytest.FixtureRequest, made: Path) -> Path:
+    """Where a sample lies: below its fixture's folder, or in `made`, a new one."""
+    (sample,) = (sample for sample in all_samples() if sample.name == name)
+    if sample.make is None:
+        base: Path = request.getfixturevalue(sample.fixture)
+        return base / sample.folder
+    made.mkdir(parents=True, exist_ok=True)
+    sample.make(made)
+    return made
+
+
 def parameters(names: Iterable[str], *values: Any) -> list[Any]:
     """Parameters of a test or a fixture: each name, followed by `values`."""
     needs = {sample.name: sample.needs for sample in all_samples()}
     return [
-        pytest.param(name, *values, marks=pytest.mark.xla if "torch_xla" in needs[name] else [])
+        pytest.param(name, *values, marks=pytest.mark.xla if needs[name] == "torch_xla" else [])
         for name in names
     ]

@@ -12,19 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from converters import fingerprint, open_checkpoint
 from converters.cli import main
-from tests.converters.making import written_by
 
 ZERO = ("zero1", "zero2-bf16", "zero3", "zero2-frozen", "zero3-frozen")
 FSDP = ("fsdp-sharded", "fsdp-sharded-alone", "fsdp-full", "fsdp-full-alone")
 WHOLE = ("zero2-frozen", "zero3-frozen", "fsdp-sharded", "fsdp-full")
-
-
-@pytest.fixture(scope="session")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of one peft model by many programs, each with `<name>.adapter` beside it."""
-    pytest.importorskip("deepspeed")
-    pytest.importorskip("peft")
-    return written_by("make_adapters", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", [*ZERO, *FSDP, "live", "pickled"])

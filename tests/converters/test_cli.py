@@ -17,20 +17,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import tqdm
 
+import converters
 from benchmarks.convert import sparse_checkpoint
-from converters import open_checkpoint
 from converters.cli import main
-from tests.converters.compare import bits, load
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+from converters.errors import CheckpointError
+from converters.storage.path_or_url import expanded, place
+from tests.converters.compare import bits, error_of, load, tree
 
 
 @pytest.fixture
@@ -48,30 +41,14 @@ def run(written: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    code = main([str(arg) for arg in argv])
-    said = capsys.readouterr()
-    assert code == 2
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1 and said.err.endswith("\n")
-    return said.err
-
-
 def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(run)
     out = tmp_path / "a" / "b" / "out"
     assert main([str(run), str(out), "--optimizer", "--verify"]) == 0
     assert "compared with the source" in capsys.readouterr().out
     assert tree(run) == before
-    assert sorted(entry.name for entry in out.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "optimizer.json",
-        "optimizer.safetensors",
-        "tokenizer.json",
-    ]
+    companions = {"config.json", "generation_config.json", "tokenizer.json"}
+    assert tree(out).keys() == companions | {"model.safetensors", "optimizer.json", "optimizer.safetensors"}
     reference = load(written / "fsdp3-ours.ref.pt")
     stored = safetensors.torch.load_file(out / "model.safetensors")
     assert set(stored) == set(reference["model"]) - {"lm_head.weight"}
@@ -102,22 +79,22 @@ def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     out = tmp_path / "out"
     os.mkfifo(tmp_path / "pipe")
     before = tree(tmp_path)
-    assert "neither a file nor a folder" in refused(capsys, tmp_path / "pipe", out)
-    assert "no such file" in refused(capsys, tmp_path / "missing", out)
-    assert "known format" in refused(capsys, tmp_path / "run" / "checkpoints" / "step-000002" / "model", out)
-    assert "inside" in refused(capsys, run, run / "final")
-    assert "itself" in refused(capsys, step, step / "." / "model" / "..")
-    assert "contains" in refused(capsys, step, run, "--overwrite")
-    assert "contains" in refused(capsys, step, tmp_path, "--overwrite")
-    assert "--overwrite" in refused(capsys, step, run / "config.yaml")
-    assert "not a folder" in refused(capsys, step, run / "config.yaml", "--overwrite")
-    assert "step-000002" in refused(capsys, run, out, "--tag", "9")
-    assert "dcp" in refused(capsys, step, out, "--to", "pickle")
-    assert "5GB" in refused(capsys, step, out, "--max-shard-size", "big")
-    assert "--dtype" in refused(capsys, step, out, "--dtype", "int8")
-    assert "required" in refused(capsys, step)
-    assert "--nope" in refused(capsys, step, out, "--nope")
-    assert "cannot be created" in refused(capsys, step, "/proc/nope/out")
+    assert "neither a file nor a folder" in error_of(capsys, tmp_path / "pipe", out)
+    assert "no such file" in error_of(capsys, tmp_path / "missing", out)
+    assert "known format" in error_of(capsys, tmp_path / "run" / "checkpoints" / "step-000002" / "model", out)
+    assert "inside" in error_of(capsys, run, run / "final")
+    assert "itself" in error_of(capsys, step, step / "." / "model" / "..")
+    assert "contains" in error_of(capsys, step, run, "--overwrite")
+    assert "contains" in error_of(capsys, step, tmp_path, "--overwrite")
+    assert "--overwrite" in error_of(capsys, step, run / "config.yaml")
+    assert "not a folder" in error_of(capsys, step, run / "config.yaml", "--overwrite")
+    assert "step-000002" in error_of(capsys, run, out, "--tag", "9")
+    assert "dcp" in error_of(capsys, step, out, "--to", "pickle")
+    assert "5GB" in error_of(capsys, step, out, "--max-shard-size", "big")
+    assert "--dtype" in error_of(capsys, step, out, "--dtype", "int8")
+    assert "required" in error_of(capsys, step)
+    assert "--nope" in error_of(capsys, step, out, "--nope")
+    assert "cannot be created" in error_of(capsys, step, "/proc/nope/out")
     assert tree(tmp_path) == before
 
 
@@ -125,25 +102,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    told = refused(capsys, run, tmp_path / "out", "--dtype", "bfloat16")
+    told = error_of(capsys, run, tmp_path / "out", "--dtype", "bfloat16")
     assert "bytes, 10 are free on its disk" in told and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("more", [[], ["--verify", "--optimizer"]])
-def test_the_bar_ends_where_it_says(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
-) -> None:
-    bars: list[tqdm.tqdm[Any]] = []
-    real = tqdm.tqdm
-
-    def kept(**settings: Any) -> tqdm.tqdm[Any]:
-        bars.append(real(**{**settings, "disable": False}))
-        return bars[-1]
-
-    monkeypatch.setattr(tqdm, "tqdm", kept)
-    assert main([str(run), str(tmp_path / "out"), *more]) == 0
-    (bar,) = bars
-    assert bar.n == bar.total
 
 
 def test_json_and_the_step_that_was_taken(
@@ -182,7 +142,7 @@ def test_steps_of_two_kinds_are_not_guessed_between(
     (run / "epoch-9").mkdir()  # no checkpoint
     assert main([str(run), str(tmp_path / "out"), "--quiet"]) == 0
     shutil.copytree(steps / "step-000002", run / "checkpoint-500")
-    said = refused(capsys, run, tmp_path / "two")
+    said = error_of(capsys, run, tmp_path / "two")
     assert "steps of 2 kinds, such as checkpoint-500 and step-000002; choose one with --tag" in said
     assert main([str(run), str(tmp_path / "two"), "--tag", "step-000001", "--quiet"]) == 0
 
@@ -194,13 +154,13 @@ def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for name in mine:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("old")
-    assert "exists" in refused(capsys, run, out)
+    assert "exists" in error_of(capsys, run, out)
     for other in (".git/HEAD", "runs/a/step-1/model.safetensors", "thesis.tex"):
         (out / other).parent.mkdir(parents=True, exist_ok=True)
         (out / other).write_text("dear")
         before = tree(out)
         found = other.partition("/")
-        assert f"holds {found[0]}{found[1]}, which no conversion wrote" in refused(
+        assert f"holds {found[0]}{found[1]}, which no conversion wrote" in error_of(
             capsys, run, out, "--overwrite"
         )
         assert tree(out) == before
@@ -213,14 +173,12 @@ def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_failure_leaves_everything_as_it_was(
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     overwrite: bool,
-    error: BaseException,
 ) -> None:
     out = tmp_path / "new" / "out"
     if overwrite:
@@ -233,14 +191,11 @@ def test_failure_leaves_everything_as_it_was(
     def write(fd: int, data: Any, at: int) -> int:
         written[0] += len(data)
         if written[0] > 3000:
-            raise error
+            raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", write)
-    code = main([str(run), str(out), "--optimizer"] + ["--overwrite"] * overwrite)
-    said = capsys.readouterr().err
-    assert code == (2 if isinstance(error, OSError) else 130)
-    assert ("No space left" in said) == isinstance(error, OSError)
+    assert "No space left" in error_of(capsys, run, out, "--optimizer", *["--overwrite"] * overwrite)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -262,19 +217,6 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Si
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_damage_is_found_before_out_appears(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shard = next((run / "checkpoints" / "step-000002").glob("__1_0.distcp"))
-    rows = open_checkpoint(run).tensors["embed_tokens.weight"].boxes[1]
-    data = shard.read_bytes()
-    values = open_checkpoint(run).tensors["embed_tokens.weight"].read(slice(rows.offsets[0], None))
-    at = data.index(values[: rows.sizes[0]].tobytes())
-    shard.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    assert "__1_0.distcp" in refused(capsys, run, tmp_path / "out")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
 def test_memory_stays_flat(tmp_path: Path) -> None:
     """What converting a 160 MB model, cast and verified, adds to the interpreter's peak memory."""
     (tmp_path / "in").mkdir()
@@ -289,3 +231,86 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bfloat16", "--verify", "--quiet"]
     said = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert int(said.stdout) < 24 * 1024  # KiB
+
+
+# -- what is imported before the first word is said ----------------------------------------------------------
+
+
+HEAVY = ("numpy", "ml_dtypes", "torch", "safetensors", "tqdm", "obstore", "isal")
+
+
+def loaded(code: str) -> set[str]:
+    """Which heavy packages a fresh interpreter has imported after `code`."""
+    code += f"\nimport sys; print('loaded', *[name for name in {HEAVY!r} if name in sys.modules])"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(made.stdout.splitlines()[-1].split()[1:])
+
+
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    assert loaded("import time\nstart = time.process_time()\nimport converters\n"
+                  "assert time.process_time() - start < 0.5") == set()  # fmt: skip
+    call = "from converters.cli import main\ntry: main({})\nexcept SystemExit: pass"
+    assert loaded(call.format(["--help"])) == set()
+    assert loaded(call.format(["a", "b", "--dtype", "float8"])) == set()
+    assert loaded(call.format(["/nowhere", "/out"])) <= {"numpy", "ml_dtypes", "isal"}
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert all(getattr(converters, name).__name__ == name for name in converters.__all__)
+    with pytest.raises(AttributeError, match="nope"):
+        converters.nope  # noqa: B018
+
+
+# -- places: `~`, `${VAR}`, URLs -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/her")
+    monkeypatch.setenv("SCRATCH", "/scratch/x")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("~", "/home/her"),
+        ("~/runs/x", "/home/her/runs/x"),
+        ("${SCRATCH}/runs", "/scratch/x/runs"),
+        ("$SCRATCH/runs", "/scratch/x/runs"),
+        ("a/$SCRATCH", "a//scratch/x"),
+        ("~root/x", "/root/x"),
+        ("a~/b", "a~/b"),
+        ("a/~", "a/~"),
+        ("s3://b${SCRATCH}/c//d", "s3://b/scratch/x/c//d"),
+        ("org/model-1.0", "org/model-1.0"),
+        ("cost$/5$", "cost$/5$"),
+        ("", ""),
+        ("a\0$b/$NOT", None),
+    ],
+)
+def test_as_a_shell_does(written: str, meant: str | None) -> None:
+    if meant is None:
+        with pytest.raises(CheckpointError):
+            expanded(written)
+    else:
+        assert expanded(written) == meant
+        assert expanded(expanded(written)) == meant
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("written", ["${NOT_SET}/x", "$NOT_SET/x", "~nobody-of-that-name/x"])
+def test_what_is_not_there_is_refused(written: str) -> None:
+    with pytest.raises(CheckpointError, match=r"NOT_SET is not set|home folder of ~nobody") as caught:
+        place(written)
+    assert str(caught.value).startswith(written)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_file_of_that_very_name_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "~x").touch()
+    (tmp_path / "$NOT_SET").touch()
+    assert place("~x") == Path("~x")
+    assert place("$NOT_SET") == Path("$NOT_SET")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -11,10 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters import CheckpointError, Tensor, open_checkpoint
-from tests.converters.compare import assert_model, load
+from converters import CheckpointError, Tensor, item_checksums, open_checkpoint, write_shard_checksums
+from converters.cli import main
+from converters.formats.dcp.checksums import CHECKSUMS
+from converters.formats.dcp.metadata import TensorEntry, read_metadata
+from converters.storage.folder import Folder
+from converters.writers import torchzip_writer
+from tests.converters.compare import (
+    assert_model,
+    assert_optimizer,
+    assert_same,
+    bits,
+    everything,
+    load,
+    refused,
+)
 
 
 def test_metadata_of_a_python_that_pickles_members_by_name(
@@ -156,3 +171,134 @@ class Smaller(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Smaller, (torch.ones(1),)
+
+
+# -- its sharded safetensors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sharded", "two-files", "consolidated", "with-moments", "grid"])
+def test_every_save_bit_for_bit(written: Path, name: str) -> None:
+    """Each file stands for all."""
+    folder, reference = written / "safetensors" / name, load(written / f"safetensors+{name}.ref.pt")
+    for path in (folder, max(folder.rglob("shard-00002-*"))):
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.format == "dcp-safetensors"
+        assert_model(checkpoint, reference["model"])
+    if name == "with-moments":
+        assert checkpoint.optimizer is not None
+        for parameter, values in reference["optim"].items():
+            assert_same(checkpoint.optimizer.state[parameter]["exp_avg"], values["exp_avg"])  # type: ignore[arg-type]
+
+
+# -- written without torch, read back by torch itself --------------------------------------------------------
+
+
+def blank(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: blank(item) for key, item in value.items()}
+    return [blank(item) for item in value] if isinstance(value, list) else value
+
+
+def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Path) -> None:
+    reference = load(written / "fsdp3-ours.ref.pt")
+    argv = [str(written / "fsdp3-ours"), str(tmp_path / "out"), "--to", "dcp", "--optimizer", "--verify"]
+    assert main([*argv, "--max-shard-size", "500", "--quiet"]) == 0
+    assert len(list((tmp_path / "out").glob("*.distcp"))) > 1
+    assert "lm_head.weight" in reference["model"]  # tied: a live model asks for it
+    groups = [{"lr": 0.0, "params": []} for _ in reference["groups"]]
+    state: dict[str, Any] = {
+        "model": blank(reference["model"]),
+        "optim": {"state": blank(reference["optim"]), "param_groups": groups},
+    }
+    dcp_load(state, checkpoint_id=tmp_path / "out")
+    for name, value in reference["model"].items():
+        assert bits(state["model"][name]) == bits(value)
+    for name, values in reference["optim"].items():
+        assert all(bits(state["optim"]["state"][name][what]) == bits(value) for what, value in values.items())
+    assert state["optim"]["param_groups"][0]["lr"] == 0.01
+    assert state["optim"]["param_groups"][0]["params"] == reference["groups"][0]["params"]
+    again = open_checkpoint(tmp_path / "out")
+    assert_optimizer(again, reference)
+    assert "lm_head.weight" in again.aliases
+    assert_model(again, reference["model"])
+
+
+def test_values(tmp_path: Path) -> None:
+    value: dict[str, Any] = {"a": [1, -1, 255, 256, -(1 << 40), 1 << 62, 0.5, True, None], "é": ("x", {}, [])}
+    path = tmp_path / "v.pt"
+    (data,) = torchzip_writer.saved(value)
+    assert isinstance(data, bytes)
+    path.write_bytes(data)
+    assert torch.load(path, weights_only=True) == value
+    with pytest.raises(TypeError):
+        torchzip_writer.pickle(object())
+
+
+# -- with checksums: damage that DCP's own records do not show is refused ------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two runs of one model: the same layout to the byte, other values."""
+    for name in ("one", "other"):
+        state = {"model": {"w": torch.randn(64, 3), "b": torch.randn(5)}, "step": 3}
+        dcp_save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    return [tmp_path / "one", tmp_path / "other"]
+
+
+def add_checksums(folder: Path) -> None:
+    """Record the checksums of a folder, as its writer would have."""
+    items: dict[str, dict[str, int]] = {}
+    for entry in read_metadata(Folder(folder)).values():
+        for item in entry.items.values() if isinstance(entry, TensorEntry) else (entry.item,):
+            (checksum,) = item_checksums(folder, [(item.file, item.offset, item.length)])
+            items.setdefault(item.file, {})[str(item.offset)] = checksum
+    write_shard_checksums(folder, items)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_file_of_another_run_is_refused(runs: list[Path], name: str) -> None:
+    """Nothing shows it without checksums."""
+    (runs[1] / ".metadata").write_bytes((runs[1] / ".metadata").read_bytes().replace(b"1.0.0", b"1.0.1"))
+    for run in runs:
+        add_checksums(run)
+    one, other = ((run / name).read_bytes() for run in runs)
+    (runs[0] / name).write_bytes(other)
+    (runs[1] / name).write_bytes(one)
+    for run in runs:
+        assert "from another save" in refused(run) and name in refused(run)
+
+
+def test_damaged_checksums_are_refused(runs: list[Path]) -> None:
+    (run, _) = runs
+    good = everything(open_checkpoint(run))
+    add_checksums(run)
+    text = (run / CHECKSUMS).read_bytes()
+    for at in range(len(text) - 1):
+        (run / CHECKSUMS).write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        try:
+            assert everything(open_checkpoint(run)) == good
+        except CheckpointError as error:
+            assert str(run) in str(error)
+    for other in ("", "[]", "{}", '{"version": 1}', '{"version": 1, "metadata": {}, "items": {"a": 3}}'):
+        (run / CHECKSUMS).write_text(other)
+        refused(run)
+    told = json.loads(text)
+    del told["items"]["__0_0.distcp"]
+    (run / CHECKSUMS).write_text(json.dumps(told))
+    assert "no item" in refused(run)
+
+
+def test_only_whole_shards_get_checksums(runs: list[Path], tmp_path: Path) -> None:
+    os.truncate(runs[0] / "__0_0.distcp", 100)
+    with pytest.raises(CheckpointError, match="__0_0"):
+        item_checksums(runs[0], [("__0_0.distcp", 0, 1200)])
+    with pytest.raises(CheckpointError, match="__1_0"):
+        item_checksums(runs[0], [("__1_0.distcp", 0, 1200)])
+    with pytest.raises(CheckpointError, match="no DCP metadata"):
+        add_checksums(tmp_path)
+    add_checksums(runs[1])
+    with pytest.raises(FileExistsError):
+        add_checksums(runs[1])

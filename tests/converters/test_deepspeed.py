@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
-from tests.converters.compare import assert_model, assert_optimizer, everything, refused
+from tests.converters.compare import assert_model, assert_optimizer, everything, load, refused, rewrite
 
 deepspeed: Any = pytest.importorskip("deepspeed")
 
@@ -169,3 +169,177 @@ def test_files_saved_into_a_stream_have_no_name(copy: Callable[[str], Path]) -> 
     paths[1].write_bytes(second)
     paths[2].write_bytes(first)
     assert "param_slice_mappings" in refused(step)
+
+
+# -- pipeline stages, experts and tensor parallel ranks ------------------------------------------------------
+
+
+def test_patterns_of_before_the_maps(deepspeed_parallel: Path, tmp_path: Path) -> None:
+    """DeepSpeed 0.18 lists replicated and row parallel parameters; what it cuts otherwise is refused."""
+    for name, told in (("autotp-zero1-4", None), ("autotp-zero2-4", "sub-parameters")):
+        folder = tmp_path / name
+        shutil.copytree(deepspeed_parallel / name / "global_step2", folder)
+        for path in folder.glob("*model_states.pt"):
+            rewrite(path, lambda content: content["universal_checkpoint_info"].pop("affine_map"))
+        if told is None:
+            assert_model(open_checkpoint(folder), reference(deepspeed_parallel, name)["model"])
+        else:
+            with pytest.raises(CheckpointError, match=f"'qkv_proj.weight': tensor parallel parts of {told}"):
+                open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("param_shapes", "checkpoints of runs without ZeRO are not supported"),
+        ("nothing", "the optimizer states of all ranks are missing$"),
+    ],
+)
+def test_a_run_without_zero_lacks_nothing(
+    deepspeed_parallel: Path, tmp_path: Path, lost: str, told: str
+) -> None:
+    shutil.copytree(deepspeed_parallel / "pipeline-fp32-4" / "global_step2", tmp_path / "step")
+    for path in (tmp_path / "step").glob("*optim_states.pt"):
+        path.unlink()
+    for path in (tmp_path / "step").glob("mp_rank_*"):
+        rewrite(path, lambda content: content.pop(lost, None))
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(tmp_path / "step")
+
+
+def test_an_expert_swapped_for_another_is_refused(deepspeed_parallel: Path, tmp_path: Path) -> None:
+    """Also where both its names and its file's say that it is the other: by the values of its masters."""
+    shutil.copytree(deepspeed_parallel / "experts-zero1-4" / "global_step2", tmp_path / "step")
+    first, second = (
+        tmp_path / "step" / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (0, 2)
+    )
+    one, two = torch.load(first), torch.load(second)
+    torch.save(dict(zip(one, two.values(), strict=True)), first)
+    torch.save(dict(zip(two, one.values(), strict=True)), second)
+    with pytest.raises(CheckpointError, match="differs from rank 0's optimizer states"):
+        open_checkpoint(tmp_path / "step")
+
+
+def test_mics_writes_the_files_of_one_group(deepspeed_written: Path, tmp_path: Path) -> None:
+    """DeepSpeed up to 0.19.6 has MiCS: ZeRO-3 within groups of ranks, which all write the same files.
+
+    `MiCS_Optimizer` makes the group its `dp_process_group`, which numbers the files, and its size the
+    `partition_count`; only `dp_world_size` counts all ranks. It needs a backend that coalesces, which gloo
+    does not, so these are the files of a ZeRO-3 run of one group, with what MiCS records beside.
+    """
+    step = tmp_path / "step"
+    shutil.copytree(deepspeed_written / "zero3-fp32-2" / "global_step2", step)
+    for path in step.glob("*.pt"):
+        rewrite(path, lambda content: content["ds_config"]["zero_optimization"].update(mics_shard_size=2))
+    for path in step.glob("*model_states.pt"):
+        rewrite(path, lambda content: content.update(dp_world_size=6))
+    checkpoint, expected = open_checkpoint(step), reference(deepspeed_written, "zero3-fp32-2")
+    assert_model(checkpoint, expected["model"])
+    assert_optimizer(checkpoint, expected, 2)
+    for path in step.glob("*model_states.pt"):
+        rewrite(path, lambda content: content.update(dp_world_size=5))
+    with pytest.raises(CheckpointError, match="world size of 5, the optimizer states 2"):
+        open_checkpoint(step)
+
+
+# -- ZeRO-3 groups on NVMe: swap files beside the rank files -------------------------------------------------
+
+
+SWAPPED = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.ops("async_io")
+def test_bit_for_bit_with_the_live_run(deepspeed_nvme: Path) -> None:
+    step = deepspeed_nvme / "nvme-2" / "global_step2"
+    swapped = {path.name for path in (step / "offloaded_tensors" / "rank01").iterdir()}
+    assert swapped == {"0_11.tensor.swp", *(f"{what}-0_11.tensor.swp" for what in SWAPPED)}
+    expected = load(deepspeed_nvme / "nvme-2.2.ref.pt")
+    checkpoint = open_checkpoint(deepspeed_nvme / "nvme-2")
+    assert_model(checkpoint, expected["model"])
+    assert_optimizer(checkpoint, expected, 2)
+
+
+def swap_out(step: Path, *, align: int = 1024) -> list[Path]:
+    """Move every flat run of a checkpoint into the file that DeepSpeed would keep it in.
+
+    `PartitionedOptimizerSwapper` calls it after the first and last parameter (`parameter_id`), numbered in
+    the model's order, and fills it up to whole blocks (`swap_buffer`'s alignment).
+    """
+    files = []
+    model = load(step / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    skip = {*model["buffer_names"], *model["shared_params"]}
+    numbers = {name: i for i, name in enumerate(name for name in model["module"] if name not in skip)}
+    for path in sorted(step.glob("*optim_states.pt")):
+        rank = int(path.name.split("zero_pp_rank_")[1].split("_")[0])
+        folder = step / "offloaded_tensors" / f"rank{rank:02d}"
+        folder.mkdir(parents=True)
+        content = load(path)
+        state = content["optimizer_state_dict"]
+        for group, shapes in enumerate(model["param_shapes"]):
+            names = list(shapes)
+            key = f"{numbers[names[0]]}_{numbers[names[-1]]}.tensor.swp"
+            moments = state["optimizer_state_dict"]["state"][group]
+            runs = {key: state["fp32_flat_groups"][group]}
+            runs |= {f"{what}-{key}": moments[what] for what in SWAPPED}
+            for name, run in runs.items():
+                data = run.detach().numpy().tobytes()
+                (folder / name).write_bytes(data + bytes(-len(data) % align))
+                files.append(folder / name)
+            state["fp32_flat_groups"][group] = torch.empty(0)
+            moments |= {what: torch.empty(0) for what in SWAPPED}
+        torch.save(content, path)
+    return files
+
+
+@pytest.mark.parametrize("name", ["zero3-fp32-2", "sub-groups-3"])
+def test_laid_out_as_deepspeed_does(deepspeed_written: Path, tmp_path: Path, name: str) -> None:
+    step = tmp_path / "global_step2"
+    shutil.copytree(deepspeed_written / name / "global_step2", step)
+    good = everything(open_checkpoint(step))
+    files = swap_out(step)
+    assert everything(open_checkpoint(step)) == good
+    for path in files:
+        data = path.read_bytes()
+        for damage in (None, data[:-1024], data + bytes(1 << 20)):
+            path.unlink(missing_ok=True)
+            if damage is not None:
+                path.write_bytes(damage)
+            with pytest.raises(
+                CheckpointError, match=rf"{path.name}.*({'NVMe' if damage is None else 'bytes'})"
+            ):
+                everything(open_checkpoint(step))
+        path.write_bytes(data)
+    assert everything(open_checkpoint(step)) == good
+
+
+# -- universal checkpoints -----------------------------------------------------------------------------------
+
+
+TAG = "global_step2_universal"
+
+
+def test_every_way_to_name_it(written_universal: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(written_universal / "sub-groups-3", run)
+    shutil.copytree(written_universal.parent / "sub-groups-3", run, dirs_exist_ok=True)
+    whole = open_checkpoint(run)
+    assert whole.format == "deepspeed"  # `latest` goes before `latest_universal`
+    assert open_checkpoint(run, tag=TAG).format == "deepspeed-universal"
+    assert everything(open_checkpoint(run, tag=TAG)) == everything(whole)
+    shutil.rmtree(run / "global_step2")
+    (run / "latest").unlink()
+    weights = load(written_universal / "sub-groups-3.2.ref.pt")["model"]
+    assert_model(open_checkpoint(run), weights)
+    assert_model(open_checkpoint(run / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt"), weights)
+    with pytest.raises(CheckpointError, match="nope"):
+        open_checkpoint(run, tag="nope")
+    (run / "latest_universal").write_text("elsewhere")
+    with pytest.raises(CheckpointError, match="'elsewhere'"):
+        open_checkpoint(run)
+
+
+def test_a_moment_in_the_form_of_another_stage(written_universal: Path, tmp_path: Path) -> None:
+    step = Path(shutil.copytree(written_universal / "zero2-bf16-2" / TAG, tmp_path / TAG))
+    path = step / "zero" / "big.weight" / "exp_avg.pt"
+    torch.save(load(path)["param"].flatten().clone(), path)
+    assert "stage 2" in refused(step)

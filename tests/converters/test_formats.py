@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 import torch
 
 from converters import open_checkpoint
+from converters.formats import formats
+from converters.options import WRITERS
 from tests.converters.compare import assert_model, assert_optimizer, load, refused, rewrite
+from tests.converters.samples import all_samples
 
 XLA = pytest.mark.xla
 
@@ -75,7 +79,7 @@ TRUTHS: dict[str, dict[str, Any]] = {
     },
     "written_universal": {
         f"{run}/global_step2_universal": (f"{run}.2", 0, 2)
-        for run in ("zero1-fp32-3", "zero2-bf16-3", "zero3-fp32-3", "zero3-bf16-3")
+        for run in ("zero1-fp32-2", "zero2-bf16-2", "zero3-fp32-2", "sub-groups-3")
     },
 }
 FORMATS = {
@@ -113,8 +117,13 @@ def test_equals_the_live_run(fixture: str, name: str, request: pytest.FixtureReq
 
 # -- lies ----------------------------------------------------------------------------------------------------
 
+
+class Swap(str):
+    """The file of the same checkpoint with which a file changes places."""
+
+
 Change = Any
-"""A function of what torch has pickled; the bytes to write; a file to copy; or None to delete the file."""
+"""A function of the content; the bytes to write; a file to copy or to swap with; or None to delete it."""
 FOURTH = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
 OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -204,7 +213,18 @@ def described(metadata: Any) -> Any:
     return metadata.state_dict_metadata[WEIGHT]
 
 
-WEIGHT = "model.brain.weight"
+def args(**settings: Any) -> Callable[[Any], None]:
+    """Other settings of Megatron's parser."""
+    return lambda content: vars(content["args"]).update(settings)
+
+
+WEIGHT, MOMENT = "model.brain.weight", "optim.state.brain.weight.exp_avg"
+BOTH = "('layers', '0', 'both')"
+UNIVERSAL = "global_step2_universal"
+SHARDS = [f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in (1, 2, 3)]
+MEGATRON, NEIGHBOR, LAST = (
+    f"iter_0000007/mp_rank_{rank}/model_optim_rng.pt" for rank in ("00_000", "01_000", "01_001")
+)
 LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     "written": {
         ("fsdp3-ours", ".metadata"): [
@@ -215,7 +235,13 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda m: chunk(m, WEIGHT).update(offset=-1), "is not a size"),
             (lambda m: described(m).__dict__.update(size=torch.Size((1 << 60, 1 << 60))), "impossible"),
             (lambda m: described(m).__dict__.update(size=torch.Size((65,))), "dimensions"),
-            (lambda m: chunk(m, WEIGHT).update(chunk(m, "optim.state.brain.weight.exp_avg")), "share bytes"),
+            (lambda m: chunk(m, WEIGHT).update(chunk(m, MOMENT)), "share bytes"),
+            (
+                lambda m: chunk(m, WEIGHT).update(
+                    chunk(m, MOMENT), relative_path="./" + chunk(m, MOMENT)["relative_path"]
+                ),
+                "share bytes",
+            ),
             (lambda m: described(m).chunks.pop(), "missing"),
             (lambda m: described(m).chunks.append(described(m).chunks[0]), "overlap"),
             (lambda m: setattr(described(m).properties, "dtype", torch.float16), "F16"),
@@ -224,6 +250,16 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda m: m.planner_data.pop(WEIGHT), "different keys"),
             (lambda m: m.__dict__.update(storage_data=[]), "no storage_data"),
             (lambda m: m.__dict__.update(storage_meta=Evil()), r"io\.open"),
+        ],
+        # torch's consolidation writes zeros for a missing shard without a word
+        ("safetensors/consolidated", f"sharded/{SHARDS[0]}"): [(None, "shard 00001, model 00001")],
+        ("safetensors/consolidated", f"sharded/{SHARDS[1]}"): [(None, "shard 00002, model 00001")],
+        ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
+        ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
+            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers"),
+        ],
+        ("safetensors/two-files", "shard-00002-model-00001-of-00002.safetensors"): [
+            (None, "shard 00002, model 00001 is missing"),
         ],
     },
     "deepspeed_written": {
@@ -366,36 +402,58 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: shard(v).update(_orig_size=[13, 7]), "differently"),
             (None, "states of rank 1 are missing"),
         ],
+        ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
+            ("each4/ckpt_rank-00000002-of-00000004.pth", "unlike its name"),
+            ("flat3/ckpt_rank-00000001-of-00000003.pth", "unlike its name"),
+        ],
         ("flat4", "piece.c.pt"): [(None, "states of rank 1 are missing")],
+        ("flat4", "copy.pt"): [("flat4/piece.b.pt", "as is")],
     },
     "written_ranks": {
-        ("fsdp2-3", "model_world_size_3_rank_1.pt"): [(None, r"rank 1 are missing \(1 of 3\)")],
+        ("fsdp2-3", "model_world_size_3_rank_1.pt"): [
+            (None, r"rank 1 are missing \(1 of 3\)"),
+            ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is"),
+        ],
+        ("fsdp2-3", "model_world_size_2_rank_0.pt"): [
+            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs"),
+        ],
         ("fsdp2-2", "model_world_size_2_rank_1.pt"): [
             (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another"),
         ],
     },
     "written_universal": {
-        ("zero2-bf16-3", "zero/big.bias/exp_avg.pt"): [(None, "exp_avg.pt: missing")],
-        ("zero3-bf16-3", "zero/big.bias/fp32.pt"): [
+        ("zero2-bf16-2", "zero/big.bias/exp_avg.pt"): [(None, "exp_avg.pt: missing")],
+        ("sub-groups-3", "zero/big.bias/fp32.pt"): [
             (None, "fp32.pt: missing"),
+            (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
+            (f"zero3-fp32-2/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
             (lambda v: v.detach().add_(1), "values differ from"),
         ],
-        ("zero3-bf16-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [(None, "rank 1 are missing")],
-        ("zero2-bf16-3", "zero/big.bias/fp32.pt"): [
+        ("sub-groups-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [
+            (None, "rank 1 are missing"),
+            (
+                f"sub-groups-3/{UNIVERSAL}/zero_pp_rank_2_mp_rank_00_model_states.pt",
+                "the file of another rank",
+            ),
+        ],
+        ("zero2-bf16-2", "zero/other/fp32.pt"): [(b"", "belongs to no parameter")],
+        ("zero2-bf16-2", "zero/big.bias/fp32.pt"): [
+            (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
+            (f"zero1-fp32-2/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
             (lambda v: v["param"].detach().add_(1), "values differ from"),
         ],
-        ("zero3-bf16-3", "zero/big.weight/exp_avg_sq.pt"): [
+        ("sub-groups-3", "zero/big.weight/exp_avg_sq.pt"): [
             (lambda v: v.mul_(2), "values differ from zero/optimizer_state.pt"),
         ],
-        ("zero2-bf16-3", "zero/big.weight/step.pt"): [(lambda v: v.add_(5), "big.weight")],
-        ("zero2-bf16-3", "zero/big.weight/exp_avg.pt"): [
+        ("zero2-bf16-2", "zero/big.weight/step.pt"): [(lambda v: v.add_(5), "big.weight")],
+        ("zero2-bf16-2", "zero/big.weight/exp_avg.pt"): [
             (lambda v: v.update(param=v["param"].flatten()), r"is \[221\]"),
             (lambda v: v.update(param=[1.0]), "not a tensor"),
         ],
-        ("zero2-bf16-3", "zero/big.weight/fp32.pt"): [
+        ("zero2-bf16-2", "zero/big.weight/fp32.pt"): [
             (lambda v: v.update(param_n_sub_params=2), "tensor parallel"),
         ],
-        ("zero2-bf16-3", "zero/optimizer_state.pt"): [
+        ("zero2-bf16-2", "zero/optimizer_state.pt"): [
             (lambda v: v.update(zero_stage=7), "stage"),
             (lambda v: v.update(partition_count=[3, 4]), "partition_count"),
             (lambda v: v.update(partition_count=[1 << 60]), "partition_count"),
@@ -403,11 +461,56 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v["param_groups"][0].update(params=[9]), "groups"),
         ],
     },
+    "written_megatron": {
+        ("llama-2x2", "**/*.pt"): [
+            (args(num_experts=8), "num_experts=8 is not supported"),
+            (args(rotary_interleaved=True), "rotary_interleaved=True"),
+            (args(no_rope_freq=[0, 1]), "no_rope_freq=a list"),
+            (args(activation_func_clamp_value=0.2), "activation_func_clamp_value=0.2"),
+            (args(softmax_type="off-by-one"), "softmax_type='off-by-one'"),
+            (args(window_size=(4, 0)), "window_size=5, no config.json says so"),
+            (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', no config"),
+            (args(rotary_seq_len_interpolation_factor=4), "rotary_seq_len_interpolation_factor=4"),
+            (args(rotary_percent=0.5), "rotary_percent=0.5"),
+            (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
+            (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),
+            (args(num_layers=5), "layer 4 are missing"),
+            (args(num_layers=3), "holds layer 3, its args say 3"),
+            (args(num_query_groups=1), "not of 4 heads of 8 rows in 1 groups"),
+            (args(tensor_model_parallel_size=4), "tensor rank 2, pipeline rank 0 is missing"),
+            (args(pipeline_model_parallel_size=4), "tensor rank 0, pipeline rank 2 is missing"),
+            (args(vocab_size=130), "has 128 rows for 130 tokens"),
+            (lambda content: content.update(optimizer={}), "holds no names of parameters"),
+        ],
+        ("llama-2x2", MEGATRON): [(Swap(NEIGHBOR), "was written by rank 1, whose folder is another")],
+        ("llama-2x2", LAST): [
+            (lambda content: content.update(iteration=6), "its iteration differs"),
+            (
+                lambda content: content["model"]["decoder.final_layernorm.weight"].mul_(2),
+                "differs between the tensor ranks",
+            ),
+        ],
+        ("core-llama-2x2", "iter_0000007/common.pt"): [
+            (args(num_layers=1 << 39), "its args have no num_layers"),
+        ],
+    },
+    "orbax_samples": {
+        ("ocdbt", "_METADATA"): [
+            (None, "without _METADATA, which lists its tensors"),
+            (lambda content: content["tree_metadata"].pop(BOTH), r"holds 'layers\.0\.both', which _METADATA"),
+            (
+                lambda content: content["tree_metadata"].update(
+                    more={**content["tree_metadata"][BOTH], "key_metadata": [{"key": "more", "key_type": 2}]}
+                ),
+                r"'more/\.zarray' is missing from the database",
+            ),
+        ],
+    },
 }
 BELOW = {
     "deepspeed_written": "global_step2",
     "deepspeed_parallel": "global_step2",
-    "written_universal": "global_step2_universal",
+    "written_universal": UNIVERSAL,
 }
 
 
@@ -438,10 +541,47 @@ def test_a_lie_is_named(
     step = tmp_path / (below or "step")
     shutil.copytree(base / name / below, step)
     if isinstance(change, bytes):
+        (step / file).parent.mkdir(exist_ok=True)
         (step / file).write_bytes(change)
+    elif isinstance(change, Swap):
+        kept = (step / file).read_bytes()
+        shutil.copy(step / change, step / file)
+        (step / change).write_bytes(kept)
     elif isinstance(change, str):
         shutil.copy(base / change, step / file)
     else:
         for path in sorted(step.glob(file)):
             path.unlink() if change is None else rewrite(path, change)
     assert re.search(told, said := refused(step)), said
+
+
+# -- the page about formats ----------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
+
+
+def test_the_snippet_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Sequential()
+    model.add_module("layer", torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    (tmp_path / "ckpt").mkdir()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    torch.save(saved, tmp_path / "ckpt" / "last.pt")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(code, "docs/formats.md", "exec"), {})
+    assert "torch 1\nlayer.weight F32 (3, 5)\n" in capsys.readouterr().out
+    assert open_checkpoint(tmp_path / "out").tensors["layer.weight"].dtype == "BF16"
+
+
+def test_every_format_has_its_row_and_its_sample() -> None:
+    names = {known.name for known in formats()}
+    rows = [row for row in re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) if row != "--to"]
+    assert set(rows) == names | set(WRITERS)
+    assert all(rows.count(name) == 2 + (name in WRITERS) for name in names)
+    assert names - {sample.format for sample in all_samples()} == set()

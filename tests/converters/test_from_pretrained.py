@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters.cli import main
+from tests.converters.compare import error_of
+from tests.tiny_models import tiny_model
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -20,28 +23,8 @@ transformers: Any = pytest.importorskip("transformers")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_same_names_and_logits_as_save_pretrained(tmp_path: Path, kind: str, tied: bool) -> None:
-    torch.manual_seed(0)
-    if kind == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=97,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            tie_word_embeddings=tied,
-        )
-        model = transformers.LlamaForCausalLM(config)
-    elif kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=97, n_embd=16, n_layer=2, n_head=2, n_positions=32, tie_word_embeddings=tied
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        config = transformers.T5Config(
-            vocab_size=97, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, tie_word_embeddings=tied
-        )
-        model = transformers.T5ForConditionalGeneration(config)
-    model.eval()
+    head = "AutoModelForSeq2SeqLM" if kind == "t5" else "AutoModelForCausalLM"
+    model = tiny_model(kind, head, tie_word_embeddings=tied)
     step = tmp_path / "run" / "checkpoints" / "step-000001"
     step.mkdir(parents=True)
     dcp_save({"model": get_model_state_dict(model)}, checkpoint_id=step)
@@ -52,32 +35,12 @@ def test_same_names_and_logits_as_save_pretrained(tmp_path: Path, kind: str, tie
     shutil.rmtree(tmp_path / "run")
     loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    with transformers_safe_open(tmp_path / "theirs" / "model.safetensors") as theirs:
+    with safetensors.safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as theirs:
         assert set(index["weight_map"]) == set(theirs.keys())
     tokens = torch.arange(10)[None]
     more = {"decoder_input_ids": tokens} if kind == "t5" else {}
     with torch.no_grad():
         assert torch.equal(model(tokens, **more).logits, loaded.eval()(tokens, **more).logits)
-
-
-def transformers_safe_open(path: Path) -> Any:
-    import safetensors
-
-    return safetensors.safe_open(path, "pt")
-
-
-def tiny_llama(**more: Any) -> Any:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=97,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            **more,
-        )
-    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +56,7 @@ def test_loads_in_the_type_that_was_asked_for(
     tmp_path: Path, asked: str, stored: str, key: str | None
 ) -> None:
     """``from_pretrained`` goes by ``config.json``, whatever the tensors are."""
-    tiny_llama().save_pretrained(tmp_path / "in")
+    tiny_model("llama").save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"
     config = {k: v for k, v in json.loads(path.read_text()).items() if k != "dtype"}
     # bfloat16 for the weights that are fp32: what a ZeRO run's masters lie beside.
@@ -109,7 +72,7 @@ def test_loads_in_the_type_that_was_asked_for(
 
 
 def test_a_type_that_is_right_or_not_ours_to_say_stays_as_it_is(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "in")
+    tiny_model("llama").save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"
     right = path.read_text() + "\n\n"
     for text in (right, json.dumps({**json.loads(right), "dtype": "float16", "quantization_config": {}})):
@@ -119,7 +82,7 @@ def test_a_type_that_is_right_or_not_ours_to_say_stays_as_it_is(tmp_path: Path) 
 
 
 def test_parts_of_a_config_name_the_type_too(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path / "in")
+    tiny_model("llama").save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": {"dtype": "float32", "a": 1}}))
     assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bf16", "--to", "dcp"]) == 0
@@ -129,7 +92,7 @@ def test_parts_of_a_config_name_the_type_too(tmp_path: Path) -> None:
 
 def test_config_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of shards without a config: said, and taken from the model that it began as."""
-    model = tiny_llama(tie_word_embeddings=True)
+    model = tiny_model("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "in").mkdir()
     torch.save(model.state_dict(), tmp_path / "in" / "pytorch_model.bin")
@@ -154,18 +117,16 @@ def test_config_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("num_hidden_layers", "the tensors have"),
     ):
         path.write_text(json.dumps({**right, key: right[key] + 1}))
-        assert main([*argv, "--config-from", str(path)]) == 2
-        assert f"--config-from {path}: {key} is {right[key] + 1:,}, and {told}" in capsys.readouterr().err
-    assert main([*argv, "--config-from", str(tmp_path / "in")]) == 2
-    said = capsys.readouterr().err.rpartition("error: ")[2]
-    assert said.startswith("--config-from") and said.count("\n") == 1
+        said = error_of(capsys, *argv, "--config-from", path)
+        assert f"--config-from {path}: {key} is {right[key] + 1:,}, and {told}" in said
+    assert error_of(capsys, *argv, "--config-from", tmp_path / "in").startswith("error: --config-from")
 
 
 def test_config_from_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    tiny_llama().save_pretrained(tmp_path / "in")
+    tiny_model("llama").save_pretrained(tmp_path / "in")
     config = (tmp_path / "in" / "config.json").read_bytes()
     (tmp_path / "in" / "config.json").unlink()
     revision = "0123456789abcdef0123456789abcdef01234567"
@@ -179,14 +140,11 @@ def test_config_from_the_hubs_cache(
     argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--quiet", "--config-from"]
     assert main([*argv, "someone/tiny"]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
-    capsys.readouterr()
-    assert main([*argv[:1], str(tmp_path / "out2"), *argv[2:], "someone/other"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: --config-from someone/other: neither") and said.count("\n") == 1
+    said = error_of(capsys, argv[0], tmp_path / "out2", *argv[2:], "someone/other")
+    assert said.startswith("error: --config-from someone/other: neither")
     # As SRC, a hub id is the whole model.
-    tiny_llama().save_pretrained(cached / "snapshots" / revision)
+    tiny_model("llama").save_pretrained(cached / "snapshots" / revision)
     assert main(["someone/tiny", str(tmp_path / "copy"), "--quiet"]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == torch.float32
-    assert main(["someone/other", str(tmp_path / "none")]) == 2
-    said = capsys.readouterr().err
+    said = error_of(capsys, "someone/other", tmp_path / "none")
     assert "error: someone/other: neither" in said and "hf download someone/other" in said

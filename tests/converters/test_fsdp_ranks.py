@@ -77,15 +77,6 @@ def test_what_is_refused_by_name(written_ranks: Path, tmp_path: Path) -> None:
     for path in (accelerate, accelerate.parent):
         with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
             open_checkpoint(path)
-    folder = tmp_path / "ranks"
-    shutil.copytree(written_ranks / "fsdp2-3", folder)
-    first, second = (folder / f"model_world_size_3_rank_{rank}.pt" for rank in (0, 1))
-    shutil.copy(first, second)
-    with pytest.raises(CheckpointError, match="saved as 'model_world_size_3_rank_0', so it is"):
-        open_checkpoint(folder)
-    shutil.copy(written_ranks / "fsdp2-2" / "model_world_size_2_rank_0.pt", folder)
-    with pytest.raises(CheckpointError, match="files of two runs"):
-        open_checkpoint(folder)
 
 
 def test_wrapped_modules_follow_from_the_lengths_or_are_not_guessed() -> None:

@@ -6,6 +6,7 @@ import argparse
 import collections
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.converters.compare import assert_model, assert_optimizer, assert_same
 def weights() -> dict[str, torch.Tensor]:
     """Every type and every kind of view; `f.base` and `f.row` overlap without being tied."""
     torch.manual_seed(0)
-    base = torch.randn(6, 10)
+    base, attributed = torch.randn(6, 10), nn.Parameter(torch.randn(2, 3))
+    attributed.tag = "x"  # type: ignore[attr-defined]
     return {
         "f.base": base,
         "f.row": base[2],
@@ -31,6 +33,9 @@ def weights() -> dict[str, torch.Tensor]:
         "f.stepped": base[::2, 1::3],
         "f.expanded": base[0, 0].expand(3, 2),
         "f.parameter": nn.Parameter(torch.randn(3)),
+        "f.frozen": nn.Parameter(torch.randn(3), requires_grad=False),
+        "f.attributed": attributed,
+        "f.buffer": nn.Buffer(torch.randn(4)),
         "f.double": torch.randn(3, dtype=torch.float64),
         "f.half": torch.randn(3).half(),
         "f.brain": torch.randn(5, 3).bfloat16(),
@@ -38,17 +43,19 @@ def weights() -> dict[str, torch.Tensor]:
         "i.wide": torch.tensor([1, -(1 << 62)]),
         "i.scalar": torch.tensor(1 << 40),
         "i.u16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "i.u32": torch.tensor([3], dtype=torch.uint32),
         "b.mask": torch.tensor([True, False, True]),
         "e.empty": torch.zeros(0, 4),
         "e.scalar": torch.tensor(0.1),
     }
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
-def test_bare_state_dicts_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_bare_state_dicts_bit_for_bit(tmp_path: Path, name: str, protocol: int) -> None:
     state = collections.OrderedDict(weights())
     state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
-    torch.save(state, tmp_path / name)
+    torch.save(state, tmp_path / name, pickle_protocol=protocol)
     for path in (tmp_path, tmp_path / name):
         checkpoint = open_checkpoint(path)
         assert checkpoint.format == "torch"
@@ -57,26 +64,85 @@ def test_bare_state_dicts_bit_for_bit(tmp_path: Path, name: str) -> None:
         assert checkpoint.aliases == {}
 
 
-@pytest.mark.parametrize("container", ["model", "state_dict", "module", "net"])
-def test_containers(tmp_path: Path, container: str) -> None:
-    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model(torch.randn(4, 5)).sum().backward()
+def stepped(
+    model: nn.Module, groups: Any = None, kind: Any = torch.optim.AdamW, **how: Any
+) -> torch.optim.Optimizer:
+    """An optimizer of all parameters or these groups, after a step of all of the former."""
+    optimizer: torch.optim.Optimizer = kind(model.parameters() if groups is None else groups, **how)
+    torch.stack([p.square().sum() for p in model.parameters() if p.requires_grad]).sum().backward()
     optimizer.step()
-    saved = {
-        container: nn.ModuleDict({"module": model}).state_dict(),  # names as DDP leaves them
-        "optimizer": optimizer.state_dict(),
+    return optimizer
+
+
+def in_container(name: str) -> Callable[[nn.Module, dict[str, Any]], dict[str, Any]]:
+    """What a program saves, with names as DDP leaves them."""
+    return lambda model, state: {
+        name: nn.ModuleDict({"module": model}).state_dict(),
+        "optimizer": state,
         "lr_scheduler": {"last_epoch": 1, "_last_lr": [0.1]},
+        # Research code saves its parsed arguments (DETR, fairseq): they are left out, and no code is run.
+        "args": argparse.Namespace(lr=1e-3, milestones=[1, 2], inner=argparse.Namespace(name="x")),
         "step": 7,
-        "args": {"lr": 0.1, "betas": (0.9, 0.99)},
     }
-    torch.save(saved, tmp_path / "ckpt.pt")
-    checkpoint = open_checkpoint(tmp_path)
-    assert_model(checkpoint, model.state_dict())
-    assert checkpoint.metadata["step"] == 7
-    names = [name for name, _ in model.named_parameters()]
+
+
+def wrapped(prefix: str) -> Callable[[nn.Module, dict[str, Any]], dict[str, Any]]:
+    """A compiled model in DDP, or DDP compiled: also where the optimizer names its parameters."""
+
+    def saved(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        held = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+        names = [f"{prefix}{name}" for name, _ in model.named_parameters()]
+        groups = [{**group, "param_names": names} for group in state["param_groups"]]
+        return {"model": held, "optimizer": {**state, "param_groups": groups}, "step": 7}
+
+    return saved
+
+
+def lightning(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The model is an attribute, `model`."""
+    return {
+        "epoch": 0,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": nn.ModuleDict({"model": model}).state_dict(),
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
+        "callbacks": {},
+        "optimizer_states": [state],
+        "lr_schedulers": [],
+    }
+
+
+def composer(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """As Lightning's, and the state has names."""
+    names = [f"model.{name}" for name, _ in model.named_parameters()]
+    named = {names[key]: value for key, value in state["state"].items()}
+    groups = [{**group, "params": names} for group in state["param_groups"]]
+    optimizers = {"DecoupledAdamW": {"state": named, "param_groups": groups}}
+    held = nn.ModuleDict({"model": model}).state_dict()
+    return {"state": {"model": held, "optimizers": optimizers}, "rng": []}
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        *(in_container(name) for name in ("model", "state_dict", "module", "net")),
+        *map(wrapped, ("module.", "_orig_mod.module.", "module._orig_mod.", "_orig_mod.")),
+        lightning,
+        composer,
+    ],
+)
+def test_a_model_within_what_its_program_saves(tmp_path: Path, saved: Any) -> None:
+    model = nn.Module()
+    model.model, model.norm, model.lm_head = nn.Linear(3, 2), nn.BatchNorm1d(3), nn.Linear(2, 5)
+    optimizer = stepped(model)
     state = optimizer.state_dict()
-    moments = {name: state["state"][i] for i, name in enumerate(names)}
+    content = saved(model, state)
+    torch.save(content, tmp_path / "last.ckpt")
+    checkpoint = open_checkpoint(tmp_path / "last.ckpt")
+    assert_model(checkpoint, model.state_dict())
+    assert saved is composer or checkpoint.metadata["step"] == 7
+    names = [name for name, _ in model.named_parameters()]
+    moments = {name: state["state"][at] for at, name in enumerate(names)}
     groups = [{**state["param_groups"][0], "params": names}]
     assert_optimizer(checkpoint, {"optim": moments, "groups": groups})
 
@@ -108,20 +174,6 @@ def test_shared_storages_are_tied_once_under_their_owner(tmp_path: Path) -> None
     assert open_checkpoint(tmp_path).aliases == {"b.bias": "a.bias"}
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_pickle_protocols_and_rebuild_functions(tmp_path: Path, protocol: int) -> None:
-    attributed = nn.Parameter(torch.randn(2, 3))
-    attributed.tag = "x"  # type: ignore[attr-defined]
-    state = {
-        "a.with_state": attributed,
-        "a.frozen": nn.Parameter(torch.randn(3), requires_grad=False),
-        "a.buffer": nn.Buffer(torch.randn(4)),
-        "a.v3": torch.tensor([3], dtype=torch.uint32),
-    }
-    torch.save(state, tmp_path / "a.bin", pickle_protocol=protocol)
-    assert_model(open_checkpoint(tmp_path), state)
-
-
 def test_shards_with_an_index(tmp_path: Path) -> None:
     """What an index may not say: ``test_safetensors``, of the one reader of both."""
     values = weights()
@@ -135,31 +187,6 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     assert_model(open_checkpoint(tmp_path), values)
     assert_model(open_checkpoint(index), values)
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod.", "_orig_mod."])
-def test_wrapped_models_in_any_order(prefix: str, tmp_path: Path) -> None:
-    """A compiled model in DDP, or DDP compiled: also where the optimizer names its parameters."""
-    model = nn.Linear(2, 3)
-    named = [(f"{prefix}{name}", value) for name, value in model.named_parameters()]
-    optimizer = torch.optim.AdamW(named)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    torch.save({"model": dict(named), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
-    checkpoint = open_checkpoint(tmp_path / "checkpoint.pt")
-    assert_model(checkpoint, model.state_dict())
-    assert checkpoint.optimizer is not None and list(checkpoint.optimizer.state) == ["weight", "bias"]
-
-
-def test_settings_of_the_program_beside_the_model(tmp_path: Path) -> None:
-    """Research code saves its parsed arguments (DETR, fairseq): they are left out, and no code is run."""
-    weight = torch.randn(2, 3)
-    content = {
-        "model": {"weight": weight},
-        "args": argparse.Namespace(lr=1e-3, milestones=[1, 2], inner=argparse.Namespace(name="x")),
-    }
-    torch.save(content, tmp_path / "checkpoint.pth")
-    assert_model(open_checkpoint(tmp_path / "checkpoint.pth"), {"weight": weight})
 
 
 def test_what_is_refused_and_why(tmp_path: Path) -> None:
@@ -253,19 +280,6 @@ class Block(nn.Module):
         self.embed = nn.Embedding(7, 4)
         self.embed.weight = self.head.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.second(self.norm(self.first(x))))
-        return out
-
-
-def stepped(
-    model: nn.Module, groups: Any, kind: Any = torch.optim.AdamW, **how: Any
-) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = kind(groups, **how)
-    model(torch.randn(3, 4)).square().sum().backward()
-    optimizer.step()
-    return optimizer
-
 
 def check_names(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     found = optimizer_of(path)
@@ -281,52 +295,55 @@ def check_names(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         assert ours["lr"] == theirs["lr"]
 
 
-def test_index_keyed_optimizers_get_names_when_only_one_order_fits(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Block()
-    optimizer = stepped(model, model.parameters())
-    save_run(tmp_path / "one", model, optimizer)
-    check_names(tmp_path / "one", model, optimizer)
+def by_kind(model: nn.Module) -> Any:
+    """Two groups: matrices, and vectors with another learning rate."""
+    every = list(model.parameters())
+    return [{"params": [p for p in every if p.ndim == n], "lr": 0.1 * n} for n in (2, 1)]
 
-    model = Block()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = stepped(model, [{"params": matrices, "lr": 0.1}, {"params": vectors, "lr": 0.2}])
-    save_run(tmp_path / "two", model, optimizer)
-    check_names(tmp_path / "two", model, optimizer)
 
+@pytest.mark.parametrize(
+    ("frozen", "groups", "kind", "how"),
+    [
+        ("", lambda model: model.parameters(), torch.optim.AdamW, {}),
+        ("", by_kind, torch.optim.AdamW, {}),
+        ("head", lambda m: [p for p in m.parameters() if p.requires_grad], torch.optim.AdamW, {}),
+        ("first", lambda m: list(m.named_parameters())[1:], torch.optim.AdamW, {}),  # holds param_names
+        ("", lambda model: model.parameters(), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        ("", lambda model: model.parameters(), torch.optim.Adagrad, {}),
+    ],
+)
+def test_index_keyed_optimizers_get_names_when_only_one_order_fits(
+    tmp_path: Path, frozen: str, groups: Any, kind: Any, how: dict[str, Any]
+) -> None:
     model = Block()
-    model.head.weight.requires_grad_(False)
-    optimizer = stepped(model, [p for p in model.parameters() if p.requires_grad])
-    save_run(tmp_path / "frozen", model, optimizer)
-    check_names(tmp_path / "frozen", model, optimizer)
+    if frozen:
+        getattr(model, frozen).weight.requires_grad_(False)
+    optimizer = stepped(model, groups(model), kind, **how)
+    save_run(tmp_path, model, optimizer)
+    check_names(tmp_path, model, optimizer)
 
-    model = Block()
-    model.first.weight.requires_grad_(False)
-    optimizer = stepped(model, list(model.named_parameters())[1:])
-    save_run(tmp_path / "named", model, optimizer)  # the groups hold param_names
-    check_names(tmp_path / "named", model, optimizer)
+
+def test_rows_and_columns_do_not_tell_the_shape(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = stepped(model, kind=torch.optim.Adafactor)
+    save_run(tmp_path, model, optimizer)
+    check_names(tmp_path, model, optimizer)
 
 
 def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: Path) -> None:
     pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     pair[0].requires_grad_(False)  # or was it pair[1]?
-    save_run(tmp_path / "frozen", pair, stepped(pair, pair[1].parameters()))
-    with pytest.raises(CheckpointError, match="several ways"):
-        optimizer_of(tmp_path / "frozen")
-
     model = Block()
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     rest = [p for n, p in model.named_parameters() if not n.endswith("bias")]
-    save_run(tmp_path / "split", model, stepped(model, [{"params": rest}, {"params": biases}]))
-    with pytest.raises(CheckpointError, match="several ways"):
-        optimizer_of(tmp_path / "split")
-
-    model = Block()
-    save_run(tmp_path / "turned", model, stepped(model, reversed(list(model.parameters()))))
-    with pytest.raises(CheckpointError, match="does not fit"):
-        optimizer_of(tmp_path / "turned")
-
+    for name, run, groups, told in (
+        ("frozen", pair, pair[1].parameters(), "several ways"),
+        ("split", model, [{"params": rest}, {"params": biases}], "several ways"),
+        ("turned", model, reversed(list(model.parameters())), "does not fit"),
+    ):
+        save_run(tmp_path / name, run, stepped(run, groups))
+        with pytest.raises(CheckpointError, match=told):
+            optimizer_of(tmp_path / name)
     out = str(tmp_path / "out")
     assert main([str(tmp_path / "turned"), out, "--quiet"]) == 0
     assert main([str(tmp_path / "turned"), out, "--quiet", "--overwrite", "--optimizer"]) == 2
@@ -337,7 +354,7 @@ def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: P
 
 def test_optimizers_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
     model = Block()
-    optimizer = stepped(model, model.parameters())
+    optimizer = stepped(model)
 
     def said(change: Any) -> str:
         state = copy.deepcopy(optimizer.state_dict())
@@ -356,57 +373,6 @@ def test_optimizers_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
     assert "shape" in said(lambda s: s["state"][0].update(exp_avg_sq=torch.zeros(2)))
     assert "not an optimizer" in said(lambda s: s.pop("state"))
     assert "not an optimizer" in said(lambda s: s.update(param_groups=[1]))
-
-
-def test_other_optimizers_state(tmp_path: Path) -> None:
-    cases: list[tuple[nn.Module, Any, dict[str, Any]]] = [
-        (Block(), torch.optim.SGD, {"momentum": 0.9}),
-        (Block(), torch.optim.Adagrad, {}),
-        (nn.Linear(4, 3), torch.optim.Adafactor, {}),  # rows and columns do not tell the shape
-    ]
-    for at, (model, kind, how) in enumerate(cases):
-        optimizer = stepped(model, model.parameters(), kind, lr=0.1, **how)
-        save_run(tmp_path / str(at), model, optimizer)
-        check_names(tmp_path / str(at), model, optimizer)
-
-
-@pytest.mark.parametrize("kind", ["lightning", "composer"])
-def test_a_model_inside_another_module(tmp_path: Path, kind: str) -> None:
-    """Lightning's and Composer's files: the model is an attribute, `model`; Composer names the state."""
-    torch.manual_seed(0)
-    holder = nn.Module()
-    holder.model = nn.Module()
-    holder.model.model = nn.Linear(3, 2)
-    holder.model.lm_head = nn.Linear(2, 5)
-    optimizer = torch.optim.AdamW(holder.parameters())
-    torch.stack([value.square().sum() for value in holder.parameters()]).sum().backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    names = [name for name, _ in holder.named_parameters()]
-    if kind == "lightning":
-        saved = {
-            "epoch": 0,
-            "global_step": 3,
-            "pytorch-lightning_version": "2.6.0",
-            "state_dict": holder.state_dict(),
-            "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
-            "callbacks": {},
-            "optimizer_states": [state],
-            "lr_schedulers": [],
-        }
-    else:
-        named = {names[key]: value for key, value in state["state"].items()}
-        groups = [{**group, "params": names} for group in state["param_groups"]]
-        optimizers = {"DecoupledAdamW": {"state": named, "param_groups": groups}}
-        saved = {"state": {"model": holder.state_dict(), "optimizers": optimizers}, "rng": []}
-    torch.save(saved, tmp_path / "last.ckpt")
-    checkpoint = open_checkpoint(tmp_path / "last.ckpt")
-    weights = {name.removeprefix("model."): value for name, value in holder.state_dict().items()}
-    assert_model(checkpoint, weights)
-    moments = {name.removeprefix("model."): state["state"][at] for at, name in enumerate(names)}
-    plain = [name.removeprefix("model.") for name in names]
-    groups = [{**group, "params": plain} for group in state["param_groups"]]
-    assert_optimizer(checkpoint, {"optim": moments, "groups": groups})
 
 
 def test_fp8_with_its_scales_passes_through(tmp_path: Path) -> None:

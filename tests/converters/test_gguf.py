@@ -271,9 +271,10 @@ def test_llama_cpp_computes_the_same_or_the_setting_is_refused(
         assert found < most, dtype
 
 
-LORA: dict[str, tuple[str, dict[str, Any]]] = {
-    "rows in pairs": ("llama", {"target_modules": "all-linear"}),
-    "other ranks": (
+# (model type, settings; None where llama.cpp computes the same, or else what the refusal says)
+LORA: list[tuple[str, dict[str, Any], str | None]] = [
+    ("llama", {"target_modules": "all-linear"}, None),  # rows in pairs
+    (
         "llama",
         {
             "target_modules": ["q_proj", "v_proj", "down_proj"],
@@ -281,48 +282,40 @@ LORA: dict[str, tuple[str, dict[str, Any]]] = {
             "rank_pattern": {"q_proj": 2},
             "alpha_pattern": {"v_proj": 3},
         },
+        None,
     ),
-    "scaled queries": ("gemma2", {"target_modules": ["q_proj", "o_proj"]}),
-    "transposed layers": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
-}
+    ("gemma2", {"target_modules": ["q_proj", "o_proj"]}, None),  # scaled queries
+    ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}, None),  # transposed layers
+    ("llama", {"target_modules": ["q_proj"], "use_dora": True}, "plain LoRA"),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "plain LoRA"),
+    ("llama", {"target_modules": ["embed_tokens"]}, "plain LoRA"),
+]
 
 
-@pytest.mark.parametrize("case", LORA)
-def test_an_adapter_computes_as_peft_does(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "settings", "refused"), LORA)
+def test_an_adapter_computes_as_peft_does_or_is_refused(
+    kind: str,
+    settings: dict[str, Any],
+    refused: str | None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     from peft import LoraConfig, get_peft_model
 
-    kind, settings = LORA[case]
     model = saved(tmp_path / "base", kind)
     tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=12, init_lora_weights=False, **settings))
     tuned.save_pretrained(str(tmp_path / "lora"))
     base, lora = tmp_path / "base.gguf", tmp_path / "lora.gguf"
-    assert main([str(tmp_path / "base"), str(base), "--to", "gguf", "--quiet"]) == 0
     argv = [str(tmp_path / "lora"), str(lora), "--to", "gguf", "--config-from", str(tmp_path / "base")]
+    if refused is not None:
+        assert main([*argv, "--quiet"]) == 2
+        line = capfd.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: ") and refused in line and "--merge-into" in line
+        return
+    assert main([str(tmp_path / "base"), str(base), "--to", "gguf", "--quiet"]) == 0
     assert main([*argv, "--quiet", "--verify"]) == 0
     assert distance(base, tuned.eval(), tokenizer(kind)) > 0.1  # without the adapter
     assert distance(base, tuned, tokenizer(kind), lora) < 2e-3
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"use_dora": True}, "plain LoRA"),
-        ({"modules_to_save": ["lm_head"]}, "plain LoRA"),
-        ({"target_modules": ["embed_tokens"]}, "plain LoRA"),
-    ],
-)
-def test_other_adapters_are_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], settings: dict[str, Any], told: str
-) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    model = saved(tmp_path / "base", "llama")
-    tuned = get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], **settings}))
-    tuned.save_pretrained(str(tmp_path / "lora"))
-    argv = [str(tmp_path / "lora"), str(tmp_path / "x.gguf"), "--to", "gguf"]
-    assert main([*argv, "--config-from", str(tmp_path / "base")]) == 2
-    line = capfd.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: ") and told in line and "--merge-into" in line
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from converters.storage.safe_open import read_small
 from converters.writers import replace_folder as exchange_module
 from converters.writers.draft import FolderOutput, check_output, new_output
 from converters.writers.replace_folder import exchange
+from tests.converters.compare import error_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,13 +35,6 @@ def model(folder: Path, **more: Any) -> Path:
     safetensors.torch.save_file({"a": torch.arange(6.0), **more}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "odd"}')
     return folder
-
-
-def said(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 2) -> str:
-    assert main([str(arg) for arg in argv]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and line.isprintable()
-    return line
 
 
 # -- links ---------------------------------------------------------------------------------------------------
@@ -80,7 +73,7 @@ def test_no_file_is_read_through_a_link(
     (other / "trainer_state.json").write_text('{"step": 3}')
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(other / name)
-    assert "is not followed" in said(capsys, source, tmp_path / "out")
+    assert "is not followed" in error_of(capsys, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -88,7 +81,7 @@ def test_a_step_behind_a_link_is_not_taken(tmp_path: Path, capsys: pytest.Captur
     other = model(tmp_path / "other")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-000002").symlink_to(other)
-    assert "is not followed" in said(capsys, tmp_path / "run", tmp_path / "out")
+    assert "is not followed" in error_of(capsys, tmp_path / "run", tmp_path / "out")
     (tmp_path / "link").symlink_to(other)  # what a person names, they mean
     assert main([str(tmp_path / "link"), str(tmp_path / "out"), "--quiet"]) == 0
 
@@ -113,7 +106,7 @@ def test_an_output_that_is_a_link_is_not_replaced(tmp_path: Path, capsys: pytest
     mine.mkdir()
     (mine / "thesis.tex").write_text("years")
     (tmp_path / "out").symlink_to(mine)
-    assert "is a link" in said(capsys, source, tmp_path / "out", "--overwrite")
+    assert "is a link" in error_of(capsys, source, tmp_path / "out", "--overwrite")
     assert (mine / "thesis.tex").read_text() == "years"
 
 
@@ -157,9 +150,9 @@ def test_a_view_that_repeats_its_storage_is_not_written_out(
     storage = torch.zeros(1 << 10)
     torch.save({f"a{i}": storage[i:].expand(1 << 10, -1) for i in range(100)}, tmp_path / "many.pt")
     for name in ("one.pt", "many.pt"):
-        line = said(capsys, tmp_path / name, tmp_path / "out")
+        line = error_of(capsys, tmp_path / name, tmp_path / "out")
         assert "more than 8 times as many" in line and "--expand" in line
-        said(capsys, tmp_path / name, tmp_path / "out", "--dry-run")
+        error_of(capsys, tmp_path / name, tmp_path / "out", "--dry-run")
     assert not (tmp_path / "out").exists()
     assert main([str(tmp_path / "many.pt"), str(tmp_path / "out"), "--expand", "--quiet"]) == 0
     torch.save({"a": torch.zeros(1).expand(16, 16)}, tmp_path / "small.pt")  # nothing to refuse it for
@@ -173,7 +166,7 @@ def test_holes_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with (source / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 31))
-    assert "more than 8 times as many" in said(capsys, source, tmp_path / "out")
+    assert "more than 8 times as many" in error_of(capsys, source, tmp_path / "out")
 
 
 def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,14 +174,14 @@ def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     source = model(tmp_path / "in")
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "\ud800"}}))
-    assert "is not valid Unicode" in said(capsys, source, tmp_path / "out")
+    assert "is not valid Unicode" in error_of(capsys, source, tmp_path / "out")
     index.unlink()
     with pytest.raises(CheckpointError, match="is not a string"):
         plain_names({("a", 1): 0, "b": 1}, where="f")  # type: ignore[dict-item]
     safetensors.torch.save_file({"a.exp_avg": torch.zeros(6)}, source / "optimizer.safetensors")
     for groups in ([{"params": None}], [{"params": "a"}], [{"params": ["a"], "lr": "\ud800"}]):
         (source / "optimizer.json").write_text(json.dumps({"param_groups": groups}))
-        said(capsys, source, tmp_path / "out", "--optimizer")
+        error_of(capsys, source, tmp_path / "out", "--optimizer")
     assert not (tmp_path / "out").exists()
 
 
@@ -201,7 +194,7 @@ def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
     assert not any(line.startswith("error") for line in shown.split("\n"))
     index = {"weight_map": {evil: "model.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    said(capsys, source, tmp_path / "out")
+    error_of(capsys, source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +202,7 @@ def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
 )
 def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ((url, tmp_path / "out"), (model(tmp_path / "in"), url)):
-        line = said(capsys, *argv)
+        line = error_of(capsys, *argv)
         assert "two slashes" in line and "SECRET" not in line
     assert not Path("s3:").exists() and not Path("gs:").exists()
     (tmp_path / "a:").mkdir()
@@ -219,8 +212,10 @@ def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.C
 # -- an output that cannot be told of ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("redirect", "code", "error"), [("> /dev/full", 1, "error: standard output: "),
-                                                         ("| true", 141, ""), (">&-", 0, "")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("redirect", "code", "error"),
+    [("> /dev/full", 1, "error: standard output: "), ("| true", 141, ""), (">&-", 0, "")],
+)
 def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path: Path) -> None:
     source = model(tmp_path / "in")
     command = f"set -o pipefail; {sys.executable} -m converters.cli {source} {tmp_path / 'out'} {redirect}"
@@ -312,8 +307,7 @@ def test_the_source_is_not_replaced_under_another_name(
         text.replace("link", "{}").format(tmp_path / "link" if "link" in text else folder)
         for text in (source, out)
     ]
-    assert main(["--overwrite", *names]) == 2
-    told = capsys.readouterr().err
+    told = error_of(capsys, "--overwrite", *names)
     assert "is the checkpoint itself" in told or "lies inside" in told or "contains" in told
     assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "sub"]
 
@@ -356,14 +350,10 @@ def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:
     assert (target / "config.json").read_text() == "149"
 
 
-def failing(*_: object) -> bool:
-    return False
-
-
 def test_without_an_exchange_it_is_replaced_or_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "exchange", failing)
+    monkeypatch.setattr(exchange_module, "exchange", lambda *_: False)
     target = tmp_path / "out"
     for content in ("old", "new"):
         replace(target, content)
@@ -394,28 +384,21 @@ def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:
     assert kept == {"out", living.name, ".out.tmp-3-abcdef", *strangers}
 
 
-def killed_anywhere(tmp_path: Path, run: Callable[[], None]) -> None:
-    pid = os.fork()
-    if not pid:
-        run()
-        os._exit(0)
-    time.sleep(0.0005 + (os.getpid() * 7919 + pid) % 40 / 10_000)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
 def test_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out"
     replace(target, "whole")
 
-    def loop() -> None:
-        for _ in range(1000):
-            replace(target, "whole")
-
     for attempt in range(30):
         if attempt == 15:
-            monkeypatch.setattr(exchange_module, "exchange", failing)
-        killed_anywhere(tmp_path, loop)
+            monkeypatch.setattr(exchange_module, "exchange", lambda *_: False)
+        pid = os.fork()
+        if not pid:
+            for _ in range(1000):
+                replace(target, "whole")
+            os._exit(0)
+        time.sleep(0.0005 + (os.getpid() * 7919 + pid) % 40 / 10_000)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         check_output(target, [], overwrite=True)
         assert (target / "config.json").read_text() == "whole"
         assert [path.name for path in tmp_path.iterdir()] == ["out"]

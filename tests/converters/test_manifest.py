@@ -26,10 +26,6 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def named(folder: Path, files: Any) -> None:
-    (folder / MANIFEST).write_text(manifest_text(files if isinstance(files, dict) else {}, step=4))
-
-
 @pytest.mark.parametrize(
     "files",
     [
@@ -43,7 +39,7 @@ def named(folder: Path, files: Any) -> None:
     ],
 )
 def test_what_it_must_not_name(folder: Path, files: Any) -> None:
-    named(folder, files)
+    (folder / MANIFEST).write_text(manifest_text(files, step=4))
     with pytest.raises(CheckpointError, match="damaged"):
         check_manifest(folder)
 

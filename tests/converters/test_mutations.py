@@ -18,7 +18,8 @@ import pytest
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import everything
-from tests.converters.samples import Sample, all_samples, parameters
+from tests.converters.fuzz import a_run, run
+from tests.converters.samples import Sample, all_samples, folder_of, parameters
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 FLIPS, FILES = 40, 8
@@ -63,12 +64,7 @@ class Damaged:
 @pytest.fixture(scope="module", params=parameters(SAMPLES))
 def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Damaged]:
     sample = SAMPLES[request.param]
-    if sample.fixture is not None:
-        original = request.getfixturevalue(sample.fixture) / sample.folder
-    else:
-        assert sample.make is not None
-        original = tmp_path_factory.mktemp("original")
-        sample.make(original)
+    original = folder_of(sample.name, request, tmp_path_factory.mktemp("original"))
     yield Damaged(sample, original, tmp_path_factory.mktemp("damaged") / "checkpoint")
 
 
@@ -163,3 +159,25 @@ def test_the_sample_is_what_it_says(damaged: Damaged) -> None:
     assert open_checkpoint(damaged.folder).format == damaged.sample.format
     assert everything(open_checkpoint(damaged.folder)) == damaged.good
     assert damaged.refused or damaged.harmless or damaged.files
+
+
+# -- at scale: `python -m tests.converters.fuzz` -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch-one-file", "torch-sharded", "safetensors-shards", "report"])
+def test_a_sample_of_what_runs_at_scale(name: str, tmp_path: Path) -> None:
+    """`python -m tests.converters.fuzz` takes thousands of files a format; these few keep it working."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs Linux, to measure memory")
+    folder = tmp_path / "made" / name
+    if name == "report":
+        a_run(folder)
+    else:
+        folder.mkdir(parents=True)
+        make = SAMPLES[name].make
+        assert make is not None
+        make(folder)
+    (tmp_path / "work").mkdir()
+    costs = run(name, folder, tmp_path / "work", files=60)
+    assert not [cost for cost in costs if cost.too_much]
+    assert len(costs) == 60 and (sum(cost.refused for cost in costs) > 10 or name == "report")

@@ -21,6 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pyarrow
 import pytest
 import transformers
 
@@ -36,10 +37,25 @@ from converters.storage.folder import Folder
 from converters.tensors.dtypes import FROM_NUMPY
 from tests.converters import orbax_damage as craft
 from tests.converters.making import once
-from tests.converters.orbax_values import LLAMA, ODD, STEP, maxtext_llama, pattern
+from tests.converters.orbax_values import (
+    AROUND,
+    KERNELS,
+    LLAMA,
+    LLAMA_NORMS,
+    ODD,
+    SIZES,
+    STEP,
+    maxtext_llama,
+    pattern,
+)
 
 SAMPLES = Path(__file__).parent / "orbax_samples"
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def zstd(count: int) -> bytes:
+    """So many zeros."""
+    return bytes(pyarrow.Codec("zstd").compress(bytes(count), asbytes=True))
 
 
 NOW = pytest.param("written now", marks=pytest.mark.large("jax", "orbax", "flax", "optax"))
@@ -97,20 +113,11 @@ def test_any_folder_above_finds_it(path: str) -> None:
 
 # -- MaxText's models ----------------------------------------------------------------------------------------
 
-SIZES = {"E": 8, "H": 4, "K": 2, "D": 6, "M": 12, "V": 10, "P": 12, "L": 4}
-KERNELS = {
-    "self_attention.query.kernel": ("EHD", "self_attn.q_proj"),
-    "self_attention.key.kernel": ("EKD", "self_attn.k_proj"),
-    "self_attention.value.kernel": ("EKD", "self_attn.v_proj"),
-    "self_attention.out.kernel": ("HDE", "self_attn.o_proj"),
-    "mlp.wi_0.kernel": ("EM", "mlp.gate_proj"),
-    "mlp.wi_1.kernel": ("EM", "mlp.up_proj"),
-    "mlp.wo.kernel": ("ME", "mlp.down_proj"),
-}
-LLAMA_NORMS = {
+NORMS = {
     "pre_self_attention_layer_norm.scale": ("E", "input_layernorm"),
     "post_self_attention_layer_norm.scale": ("E", "post_attention_layernorm"),
 }
+LAYERS = 4
 NORMS = {
     "llama": LLAMA_NORMS,
     "llama-3.1": LLAMA_NORMS,
@@ -134,7 +141,7 @@ NORMS = {
 
 
 def config(kind: str, **more: Any) -> dict[str, Any]:
-    made = {**LLAMA, "num_hidden_layers": SIZES["L"], "model_type": kind.partition("-")[0], **more}
+    made = {**LLAMA, "num_hidden_layers": LAYERS, "model_type": kind.partition("-")[0], **more}
     made["tie_word_embeddings"] = kind.startswith("gemma")
     if kind == "llama-3.1":
         made["rope_parameters"] = {"rope_type": "llama3"}
@@ -145,7 +152,7 @@ def model(kind: str, *, scanned: bool) -> dict[str, Array]:
     """Parameters of MaxText, in bfloat16, by their paths below `params`."""
     shapes: dict[str, list[int]] = {}
     pairs = kind == "gemma2"
-    count = SIZES["L"] // (2 if pairs else 1)
+    count = LAYERS // (2 if pairs else 1)
     for name, (sizes, _) in {**KERNELS, **NORMS[kind]}.items():
         module, _, rest = name.partition(".")
         for suffix in ("_local", "_global") if pairs else ("",):
@@ -154,10 +161,8 @@ def model(kind: str, *, scanned: bool) -> dict[str, Array]:
                 shapes[f"decoder.layers.{module}{suffix}.{rest}"] = [shape[0], count, *shape[1:]]
             else:
                 shapes |= {f"decoder.layers_{i}.{module}{suffix}.{rest}": shape for i in range(count)}
-    shapes["token_embedder.embedding"] = [SIZES["P"], SIZES["E"]]
-    shapes["decoder.decoder_norm.scale"] = [SIZES["E"]]
-    if not kind.startswith("gemma"):
-        shapes["decoder.logits_dense.kernel"] = [SIZES["E"], SIZES["P"]]
+    around = [name for name in AROUND if "logits" not in name or not kind.startswith("gemma")]
+    shapes |= {name: [SIZES[size] for size in AROUND[name]] for name in around}
     return {name: pattern(name, "bfloat16", tuple(shape)) for name, shape in shapes.items()}
 
 
@@ -190,7 +195,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
         return np.asarray(value.astype(np.float32) - 1).astype(value.dtype) if gemma and not power else value
 
     root = np.float32(np.sqrt(np.float32(SIZES["D"])))
-    for number in range(SIZES["L"]):
+    for number in range(LAYERS):
         for name, (sizes, theirs) in {**KERNELS, **NORMS[kind]}.items():
             value = layer_of(kind, arrays, name, number, scanned=scanned)
             if "query.kernel" in name and kind != "qwen3":
@@ -268,37 +273,35 @@ def test_transformers_loads_a_converted_llama(tmp_path: Path) -> None:
     assert moment.read().tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
+LAYER = ("params", "decoder", "layers", "mlp")
+
+
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "shapes", "told"),
     [
-        ({"model_type": "mixtral"}, "MaxText's model of type 'mixtral' is not read; export it with"),
-        ({"num_hidden_layers": 5}, r"is \[8, 4, 4, 6\], by config.json it would be \[8, 5, 4, 6\]"),
-        ({"vocab_size": 13}, "does not hold 13 tokens of 8"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "models with 'yarn' positions are not read"),
-        ({"head_dim": 1 << 40}, "has no head_dim"),
-        ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, "an odd head_dim, 5"),
+        ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not read; export it with"),
+        ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], by config.json it would be \[8, 5, 4, 6\]"),
+        ({"vocab_size": 13}, {}, "does not hold 13 tokens of 8"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, {}, "models with 'yarn' positions are not read"),
+        ({"head_dim": 1 << 40}, {}, "has no head_dim"),
+        ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
+        ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' has no place in a model of type"),
+        (
+            {},
+            {("params", "decoder", "logits_dense", "kernel"): None},
+            "MaxText may divide the logits of tied embeddings",
+        ),
+        ({}, {(*LAYER, "wi_0", "kernel"): None}, r"layers\.0\.mlp\.gate_proj\.weight is missing"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], told: str) -> None:
-    shapes = {path: tensor.shape for path, tensor in as_tensors(model("llama", scanned=True)).items()}
-    with pytest.raises(CheckpointError, match=told):
-        maxtext_layout(shapes, config("llama", **change), "here")
-
-
-def test_a_model_that_does_not_fit_is_refused() -> None:
+def test_a_config_or_model_that_does_not_fit_is_refused(
+    change: dict[str, Any], shapes: dict[tuple[str, ...], Any], told: str
+) -> None:
     whole = {path: tensor.shape for path, tensor in as_tensors(model("llama", scanned=True)).items()}
-    odd = {**whole, ("params", "decoder", "layers", "mlp", "wi", "kernel"): (8, 4, 24)}
-    with pytest.raises(
-        CheckpointError, match=r"decoder\.layers\.mlp\.wi\.kernel' has no place in a model of type"
-    ):
-        maxtext_layout(odd, config("llama"), "here")
-    tied = {path: shape for path, shape in whole.items() if "logits_dense" not in path}
-    with pytest.raises(CheckpointError, match="MaxText may divide the logits of tied embeddings"):
-        maxtext_layout(tied, config("llama"), "here")
-    lost = {path: shape for path, shape in whole.items() if "wi_0" not in path}
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.gate_proj\.weight is missing"):
-        maxtext_layout(lost, config("llama"), "here")
     assert maxtext_layout(whole, {}, "here") is None
+    held = {path: shape for path, shape in (whole | shapes).items() if shape is not None}
+    with pytest.raises(CheckpointError, match=told):
+        maxtext_layout(held, config("llama", **change), "here")
 
 
 # -- chunks --------------------------------------------------------------------------------------------------
@@ -337,8 +340,6 @@ def test_a_chunk_is_decompressed_once_for_all_layers(monkeypatch: pytest.MonkeyP
 
 
 def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow
-
     written: list[int] = []
     real = tempfile.TemporaryFile
 
@@ -348,8 +349,7 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
         return file
 
     monkeypatch.setattr(tempfile, "TemporaryFile", watched)
-    data = pyarrow.Codec("zstd").compress(bytes(100), asbytes=True)
-    chunk = compressed.Compressed(Memory(data), "zstd", 1 << 50, 1 << 50, "here")
+    chunk = compressed.Compressed(Memory(zstd(100)), "zstd", 1 << 50, 1 << 50, "here")
     with pytest.raises(CheckpointError, match="ends after 100 of"):
         chunk.held(1, set())
     assert os.fstat(written[0]).st_size == 100
@@ -357,33 +357,29 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
 
 
 def test_what_nobody_holds_any_more_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow
-
     monkeypatch.setattr(compressed, "_room", compressed._Room())
     monkeypatch.setattr(compressed, "CACHE_BYTES", 150)
-    data = pyarrow.Codec("zstd").compress(bytes(100), asbytes=True)
     for _ in range(2):
-        chunk = compressed.Compressed(Memory(data), "zstd", 100, 100, "here")
+        chunk = compressed.Compressed(Memory(zstd(100)), "zstd", 100, 100, "here")
         chunk.held(1, set())
         assert chunk._content is not None and not compressed._room.take(100)
-        beside = compressed.Compressed(Memory(data), "zstd", 100, 100, "here")
+        beside = compressed.Compressed(Memory(zstd(100)), "zstd", 100, 100, "here")
         assert bytes(beside.held(1, set())) == bytes(100) and beside._content is None
         del chunk
 
 
-def test_chunks_that_were_not_stored_hold_the_fill_value() -> None:
+FLAT = {"zarr_format": 2, "shape": [4], "chunks": [2], "dtype": "<f4", "compressor": None, "fill_value": None}
+ZSTD = {"chunks": [4], "compressor": {"id": "zstd"}}
+INDEX = b"".join(struct.pack("<QQ", at, 2) for at in (4, 0, 2))
+
+
+@pytest.mark.parametrize(("fill", "wanted"), [(None, 0.0), (7, 7.0), ("-Infinity", -np.inf)])
+def test_chunks_that_were_not_stored_hold_the_fill_value(fill: Any, wanted: float) -> None:
     """As Orbax left them out until 2024; only with `store_array_data_equal_to_fill_value` is one missing."""
-    header = {"zarr_format": 2, "shape": [5], "chunks": [2], "dtype": "<f4", "compressor": None}
-    values = {"0": np.array([1, 2], np.float32).tobytes()}
-    held = {key: Memory(value) for key, value in values.items()}
-    for fill, wanted in ((None, 0.0), (7, 7.0), ("-Infinity", -np.inf)):
-        made = array({**header, "fill_value": fill}, held.get)
-        assert made.read().tolist() == [1, 2, wanted, wanted, wanted]
-        assert made.read((slice(1, 4),)).tolist() == [2, wanted, wanted]
-    with pytest.raises(CheckpointError, match="the fill value a list is not supported"):
-        array({**header, "fill_value": [1, 2]}, held.get)
-    with pytest.raises(CheckpointError, match=r"here: a/50: damaged, too many chunks .* have no values"):
-        array({**header, "shape": [120], "fill_value": 0}, lambda key: None)
+    held = {"0": Memory(np.array([1, 2], np.float32).tobytes())}
+    made = array({**FLAT, "shape": [5], "fill_value": fill}, held.get)
+    assert made.read().tolist() == [1, 2, wanted, wanted, wanted]
+    assert made.read((slice(1, 4),)).tolist() == [2, wanted, wanted]
 
 
 def shards(count: int, inner: int = 1) -> dict[str, Any]:
@@ -401,63 +397,46 @@ def shards(count: int, inner: int = 1) -> dict[str, Any]:
     }
 
 
-def test_chunks_within_a_shard() -> None:
-    index = b"".join(struct.pack("<QQ", at, 2) for at in (4, 0, 2))
-    made = array(shards(6, 2), lambda key: Memory(bytes(range(6)) + index), 3)
-    assert made.read().tolist() == [4, 5, 0, 1, 2, 3]
-    lost = index[:16] + b"\xff" * 16 + index[32:]
-    with pytest.raises(CheckpointError, match="here: a/c/0: a chunk is missing"):
-        array(shards(6, 2), lambda key: Memory(bytes(6) + lost), 3).read()
-    beyond = index[:16] + struct.pack("<QQ", 1 << 63, 2) + index[32:]
-    with pytest.raises(CheckpointError, match="the index of a shard is wrong"):
-        array(shards(6, 2), lambda key: Memory(bytes(6) + beyond), 3).read()
-    with pytest.raises(CheckpointError, match="a shard has no index"):
-        array(shards(1 << 20, 1 << 15), lambda key: Memory(bytes(100)), 3)
-    with pytest.raises(CheckpointError, match="too many chunks lie within shards"):
-        array(shards(1 << 20), lambda key: Memory(bytes(100)), 3)
-
-
-def array(header: Any, values: Callable[[str], Memory | None], version: int = 2) -> Tensor:
+def array(header: Any, values: Callable[[str], Memory | None]) -> Tensor:
+    version = 3 if "chunk_grid" in header else 2
     return read_zarr("a", json.dumps(header).encode(), version, values, "here", 100, Budget(50))
 
 
+def test_chunks_within_a_shard() -> None:
+    made = array(shards(6, 2), lambda key: Memory(bytes(range(6)) + INDEX))
+    assert made.read().tolist() == [4, 5, 0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("header", "data", "told"),
     [
-        ({"filters": [{"id": "delta"}]}, "filters are not supported"),
-        ({"order": "F"}, "order 'F' is not supported"),
-        ({"compressor": {"id": "blosc"}}, "compressor 'blosc' is not supported"),
-        ({"dtype": "|O"}, r"element type '\|O' is not supported"),
-        ({"dtype": ">f4"}, "element type '>f4' is not supported"),
-        ({"chunks": [1 << 40]}, r"chunks of \[1099511627776\] in an array of \[4\]"),
-        ({"chunks": [0]}, r"chunks of \[0\]"),
-        ({"shape": [1 << 60], "chunks": [1]}, "it would have 1,152,921,504,606,846,976 chunks"),
-        ({"shape": [-4]}, "its shape is"),
-        ({"zarr_format": 3}, "no header of zarr version 2"),
+        ({**FLAT, "filters": [{"id": "delta"}]}, b"", "filters are not supported"),
+        ({**FLAT, "order": "F"}, b"", "order 'F' is not supported"),
+        ({**FLAT, "compressor": {"id": "blosc"}}, b"", "compressor 'blosc' is not supported"),
+        ({**FLAT, "dtype": "|O"}, b"", r"element type '\|O' is not supported"),
+        ({**FLAT, "dtype": ">f4"}, b"", "element type '>f4' is not supported"),
+        ({**FLAT, "chunks": [1 << 40]}, b"", r"chunks of \[1099511627776\] in an array of \[4\]"),
+        ({**FLAT, "chunks": [0]}, b"", r"chunks of \[0\]"),
+        ({**FLAT, "shape": [1 << 60], "chunks": [1]}, b"", "would have 1,152,921,504,606,846,976 chunks"),
+        ({**FLAT, "shape": [-4]}, b"", "its shape is"),
+        ({**FLAT, "zarr_format": 3}, b"", "no header of zarr version 2"),
+        ({**FLAT, "fill_value": [1, 2]}, None, "the fill value a list is not supported"),
+        ({**FLAT, "shape": [120], "fill_value": 0}, None, "a/50: damaged, too many chunks .* have no values"),
+        ({**FLAT, **ZSTD}, zstd(15), "ends after 15 of 16"),
+        ({**FLAT, **ZSTD}, zstd(1 << 20), "has more than its 16 bytes"),
+        (shards(6, 2), bytes(6) + INDEX[:16] + b"\xff" * 16 + INDEX[32:], "here: a/c/0: a chunk is missing"),
+        (
+            shards(6, 2),
+            bytes(6) + INDEX[:16] + struct.pack("<QQ", 1 << 63, 2) + INDEX[32:],
+            "the index of a shard is wrong",
+        ),
+        (shards(1 << 20, 1 << 15), bytes(100), "a shard has no index"),
+        (shards(1 << 20), bytes(100), "too many chunks lie within shards"),
     ],
 )
-def test_an_array_that_is_not_read_is_refused_by_name(change: dict[str, Any], told: str) -> None:
-    header = {
-        "zarr_format": 2,
-        "shape": [4],
-        "chunks": [2],
-        "dtype": "<f4",
-        "compressor": None,
-        "fill_value": None,
-    }
+def test_an_array_that_is_not_read_is_refused_by_name(header: Any, data: bytes | None, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
-        array({**header, **change}, lambda key: Memory(bytes(8)))
-    assert array(header, lambda key: Memory(bytes(8))).read().tolist() == [0] * 4
-
-
-def test_a_chunk_that_decompresses_to_another_size_is_refused() -> None:
-    import pyarrow
-
-    header = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "compressor": {"id": "zstd"}}
-    for count, told in ((15, "ends after 15 of 16"), (1 << 20, "has more than its 16 bytes")):
-        data = pyarrow.Codec("zstd").compress(bytes(count), asbytes=True)
-        with pytest.raises(CheckpointError, match=told):
-            array(header, lambda key, data=data: Memory(data)).read()  # type: ignore[misc]
+        array(header, lambda key: None if data is None else Memory(data)).read()
 
 
 # -- the database --------------------------------------------------------------------------------------------
@@ -467,17 +446,7 @@ def test_crc32c_is_the_one_of_rfc_3720() -> None:
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(bytes(32)) == 0x8A9136AA
     data = bytes(range(256)) * 260  # side by side, and bytes left over
-
-    def bitwise(data: bytes) -> int:
-        crc = 0xFFFFFFFF
-        for byte in data:
-            crc ^= byte
-            for _ in range(8):
-                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        return crc ^ 0xFFFFFFFF
-
-    for count in (5001, 66001):
-        assert crc32c(data[:count]) == bitwise(data[:count])
+    assert (crc32c(data[:5001]), crc32c(data[:66001])) == (0x67F60DF9, 0x1F4C3337)
 
 
 def test_a_deep_tree_is_read(tmp_path: Path) -> None:
@@ -528,19 +497,21 @@ def test_a_hostile_database_is_refused(
         ocdbt.read_ocdbt(Folder(tmp_path))
 
 
-def test_compressed_entries_that_would_cost_gigabytes_are_refused(tmp_path: Path) -> None:
-    body = b"\0" + craft.files() + craft.varint(1 << 22) + bytes(5 << 22)
-    craft.database(tmp_path, craft.sealed(craft.NODE, body, compress=True))
-    assert (tmp_path / "d" / "data").stat().st_size < 1 << 12
-    with pytest.raises(CheckpointError, match=r"d/data: damaged, .* bytes of an OCDBT tree stand for"):
-        ocdbt.read_ocdbt(Folder(tmp_path))
-
-
 @pytest.mark.timeout(60)
-def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path) -> None:
-    craft.database(tmp_path, craft.sealed(craft.NODE, bytes(1 << 28), compress=True))
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            b"\0" + craft.files() + craft.varint(1 << 22) + bytes(5 << 22),
+            "damaged, .* bytes of an OCDBT tree",
+        ),
+        (bytes(1 << 28), "has more than 134,217,728 bytes"),
+    ],
+)
+def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path, body: bytes, told: str) -> None:
+    craft.database(tmp_path, craft.sealed(craft.NODE, body, compress=True))
     assert (tmp_path / "d" / "data").stat().st_size < 1 << 16
-    with pytest.raises(CheckpointError, match="has more than 134,217,728 bytes"):
+    with pytest.raises(CheckpointError, match=told):
         ocdbt.read_ocdbt(Folder(tmp_path))
 
 
@@ -659,12 +630,7 @@ def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
         _ = two.optimizer
 
 
-def test_what_is_missing_is_told(tmp_path: Path) -> None:
-    """Lost files: ``test_mutations``."""
-    shutil.copytree(SAMPLES / "ocdbt", tmp_path / "c")
-    (tmp_path / "c" / "_METADATA").unlink()
-    with pytest.raises(CheckpointError, match="without _METADATA, which lists its tensors"):
-        open_checkpoint(tmp_path / "c")
+def test_one_that_was_not_finished_is_told(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "zarr", tmp_path / "7.orbax-checkpoint-tmp")
     with pytest.raises(CheckpointError, match="an Orbax checkpoint that was not finished"):
         open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")
@@ -686,19 +652,3 @@ def test_arrays_of_programs_that_export_themselves(
     for path in (step, tmp_path / "run"):
         with pytest.raises(CheckpointError, match=told):
             open_checkpoint(path)
-
-
-def test_a_tree_and_a_database_that_disagree_are_refused(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(SAMPLES / "ocdbt", tmp_path / "c"))
-    content = json.loads((folder / "_METADATA").read_text())
-    tree = content["tree_metadata"]
-    lost = next(key for key in tree if "both" in key)
-    (folder / "_METADATA").write_text(
-        json.dumps({**content, "tree_metadata": {k: v for k, v in tree.items() if k != lost}})
-    )
-    with pytest.raises(CheckpointError, match=r"holds 'layers\.0\.both', which _METADATA does not list"):
-        open_checkpoint(folder)
-    more = {**tree[lost], "key_metadata": [{"key": "more", "key_type": 2}]}
-    (folder / "_METADATA").write_text(json.dumps({**content, "tree_metadata": {**tree, "more": more}}))
-    with pytest.raises(CheckpointError, match=r"'more/\.zarray' is missing from the database"):
-        open_checkpoint(folder)

@@ -18,6 +18,7 @@ from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
 from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits, load
 from tests.ranks import RankPool
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -73,28 +74,13 @@ def test_the_same_as_torch_and_accelerate_merge(peers: Path, tmp_path: Path, ver
     assert set(merged) | set(checkpoint.aliases) >= set(ours)
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 33,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-}
-OTHER_SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 33, "n_embd": 12, "n_layer": 2, "n_head": 2},
-    "t5": {"vocab_size": 33, "d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2},
-}
+HEADS = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_the_known_orders_are_those_of_the_models(tmp_path: Path, kind: str) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(kind, **OTHER_SIZES.get(kind, SIZES))
-    auto = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
     with torch.device("meta"):
-        model = auto.get(kind, transformers.AutoModelForCausalLM).from_config(config)
+        model = tiny_model(kind, HEADS.get(kind, "AutoModelForCausalLM"))
     names = [name for name, _ in model.named_parameters()]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert module_order(sorted(names), tmp_path / "config.json") == names
@@ -104,10 +90,7 @@ def test_the_known_orders_are_those_of_the_models(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_the_trainers_own_checkpoint(tmp_path: Path, kind: str) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **OTHER_SIZES.get(kind, SIZES))
-    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
-    model = auto.from_config(config)
+    model = tiny_model(kind, HEADS.get(kind, "AutoModelForCausalLM"))
     data = [{"input_ids": torch.arange(8) % 33, "labels": torch.arange(8) % 33} for _ in range(8)]
     arguments = transformers.TrainingArguments(
         str(tmp_path),

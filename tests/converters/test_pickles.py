@@ -1,4 +1,4 @@
-"""The pickle reader: what it reads, and that nothing can make it run, hang or swell."""
+"""The reader of pickles and of the zips around them: nothing can make it run code, hang or swell."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import pickle
 import struct
 import time
 import tracemalloc
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from converters import CheckpointError
+from converters import CheckpointError, Tensor
 from converters.containers.pickle_reader import Instance, inert_members, members_of, plain, unpickle
-from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
+from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
+from converters.storage.folder import Folder
+from converters.tensors.tensor import Box
+from tests.converters.compare import assert_same
 
 
 def read(data: bytes, **more: Any) -> Any:
@@ -228,3 +234,81 @@ def test_what_libraries_write_is_within_the_bounds() -> None:
     state = {index: {"shape": one, "path": ("model", "layers", index)} for index in range(5000)}
     value = {"state": state, "param_groups": groups}
     assert read(pickle.dumps(value)) == value
+
+
+# -- torch.save's zips ---------------------------------------------------------------------------------------
+
+
+def opened(path: Path, offset: int = 0, length: int | None = None) -> TorchZip:
+    return TorchZip(Folder(path.parent).file(path.name), offset, length)
+
+
+def tensor(stored: Any) -> Tensor:
+    assert isinstance(stored, StoredTensor)
+    zeros = (0,) * len(stored.shape)
+    return Tensor("t", stored.dtype, stored.shape, [Box(zeros, stored.shape, stored.view)])
+
+
+def test_without_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(5)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    root = opened(tmp_path / "a.pt").load()
+    assert_same(tensor(root["a"]), torch.arange(5))
+
+
+EMPTY = pickle.dumps({}, 2)
+
+
+@pytest.mark.parametrize(
+    ("members", "compression", "told"),
+    [
+        ([("a/data.pkl", EMPTY * 50)], zipfile.ZIP_DEFLATED, "compressed"),
+        ([("a/other", b"")], zipfile.ZIP_STORED, "without data.pkl"),
+        ([("a/data.pkl", EMPTY), ("b/x", b"")], zipfile.ZIP_STORED, "written by torch.save"),
+        ([("a/data.pkl", EMPTY), ("a/byteorder", b"big")], zipfile.ZIP_STORED, "big-endian"),
+        ([("a/data.pkl", EMPTY)] * 2, zipfile.ZIP_STORED, "two records"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_other_zips_are_refused(
+    tmp_path: Path, members: list[tuple[str, bytes]], compression: int, told: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "a", "w", compression) as made:
+        for member, data in members:
+            made.writestr(member, data)
+    with pytest.raises(CheckpointError, match=told):
+        opened(tmp_path / "a").load()
+
+
+@pytest.mark.parametrize("data", [b"PK\3\4", b"", b"hello, world" * 10])
+def test_what_is_no_zip_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "other").write_bytes(data)
+    with pytest.raises(CheckpointError, match="other"):
+        opened(tmp_path / "other")
+
+
+def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of a record above 4 GiB keeps its size in the zip64 field; so does this small one."""
+    torch.save(torch.arange(4), tmp_path / "a.pt")
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 0)
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    assert b"PK\6\6" in (tmp_path / "b.pt").read_bytes()
+    assert_same(tensor(opened(tmp_path / "b.pt").load()), torch.arange(4))
+
+
+def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
+    value = torch.arange(4)
+    torch.save(value, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as made:
+        members = {info.filename: made.read(info) for info in made.infolist()}
+    members["a/data.pkl"] = members["a/data.pkl"].replace(b"K\x04\x85", b"K\x05\x85")
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as made:
+        for name, data in members.items():
+            made.writestr(name, data)
+    with pytest.raises(CheckpointError, match=r"data\.pkl: not a readable pickle"):
+        opened(tmp_path / "b.pt").load()

@@ -23,11 +23,11 @@ from converters.cli import main
 from converters.storage import object_store as remote
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.writers.remote_draft import UploadedFile
-from tests.converters.samples import Sample, all_samples, parameters
+from tests.converters.compare import error_of, tree
+from tests.converters.samples import folder_of, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 from tests.ranks import wait_for
 
-SAMPLES = {sample.name: sample for sample in all_samples()}
 # One of each way of lying: several rank files, items within files, flat shards, an index, one zip.
 NAMES = [
     "dcp",
@@ -53,34 +53,14 @@ def in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     scale_down(monkeypatch)
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 def convert(*argv: object) -> int:
     return main(["--quiet", *map(str, argv)])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main([str(arg) for arg in argv]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert SECRET_KEY not in said.err
-    return said.err
-
-
-def written(sample: Sample, request: pytest.FixtureRequest, folder: Path) -> Path:
-    if sample.make is not None:
-        folder.mkdir()
-        sample.make(folder)
-        return folder
-    assert sample.fixture is not None
-    base: Path = request.getfixturevalue(sample.fixture)
-    return base / sample.folder
+    said = error_of(capsys, *argv)
+    assert SECRET_KEY not in said
+    return said
 
 
 def published(s3: ObjectStore, name: str) -> dict[str, bytes]:
@@ -112,7 +92,7 @@ def large(s3: ObjectStore, tmp_path: Path) -> Path:
 def test_every_format_from_store_to_store(
     name: str, to: str, request: pytest.FixtureRequest, s3: ObjectStore, tmp_path: Path
 ) -> None:
-    source = written(SAMPLES[name], request, tmp_path / "sample")
+    source = folder_of(name, request, tmp_path / "sample")
     s3.put_tree(source, "src")
     options = ["--to", to, "--max-shard-size", "20KB"]
     options += ["--optimizer"] if open_checkpoint(source).optimizer is not None else []
@@ -229,7 +209,7 @@ def test_a_slice_fetches_little_more_than_itself(large: Path, s3: ObjectStore) -
 @pytest.mark.parametrize(
     "faults",
     [
-        [{"status": 503, "every": 5}, {"cut": True, "method": "GET", "every": 4}],
+        [{"status": 503, "every": 5}, {"cut": True, "method": "GET", "every": 4}, {"drop": True, "every": 7}],
         [
             {"status": 500, "method": "PUT", "every": 2},
             {"after": True, "drop": True, "method": "POST", "every": 3},

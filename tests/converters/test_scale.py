@@ -7,70 +7,59 @@ of pieces are counts of system and function calls, and memory; never seconds.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import threading
 import tracemalloc
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from converters import Tensor, open_checkpoint, write_safetensors
-from converters.storage.bytes import Memory
-from converters.writers.conversion import Entry, Trailer
-from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved
+from converters import open_checkpoint, write_safetensors
 
 CALLS = ("open", "stat", "preadv", "pwrite", "copy_file_range", "fsync")
 FUNCTIONS = "functions"
 ROWS, WIDTH, CUTS = 2, 8, 2
 Written = tuple[int, bytes]  # how many pieces a checkpoint has, and the bytes of its last tensor
-CHECKPOINT = "torch.distributed.checkpoint"
 
 
 def dcp(folder: Path, files: int, tensors: int) -> Written:
     """Each tensor is cut along its rows and dealt out to the rank files, as FSDP2 does."""
-    shape = (ROWS, WIDTH)
-    data = bytes(range(ROWS * WIDTH * 4))
-    parts = saved(Entry("piece", "F32", Tensor.contiguous("piece", "F32", shape, Memory(data))))
-    crc = zlib.crc32(data)
-    piece = b"".join(
-        part if isinstance(part, bytes) else part.make(crc) if isinstance(part, Trailer) else data
-        for part in parts
-    )
-    names = [f"__{rank}_0.distcp" for rank in range(files)]
-    filled = Counter[str]()
+    values = torch.arange(ROWS * WIDTH, dtype=torch.float32).reshape(ROWS, WIDTH)
+    torch.save(values, stream := BytesIO())
+    piece, filled = stream.getvalue(), Counter[str]()
+    properties, size = TensorProperties(), torch.Size((ROWS * CUTS, WIDTH))
     described: dict[str, Any] = {}
-    stored: dict[Made, Made] = {}
-    properties = (Name("torch", "float32"), None, False, None, False)
+    stored: dict[Any, Any] = {}
     for i in range(tensors):
-        key = f"model.layers.{i}.weight"
         chunks = []
         for cut in range(CUTS):
-            name = names[(i * CUTS + cut) % files]
-            offsets = Call(Name("torch", "Size"), ((cut * ROWS, 0),))
-            sizes = Call(Name("torch", "Size"), (shape,))
-            chunks.append(made("metadata", "ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
-            index = made("metadata", "MetadataIndex", {"fqn": key, "index": cut, "offset": offsets})
-            place = {"relative_path": name, "offset": filled[name] * len(piece), "length": len(piece)}
-            stored[index] = made("filesystem", "_StorageInfo", place)
+            name, offsets = f"__{(i * CUTS + cut) % files}_0.distcp", torch.Size((cut * ROWS, 0))
+            chunks.append(ChunkStorageMetadata(offsets, values.shape))
+            index = MetadataIndex(f"model.layers.{i}.weight", offsets, cut)
+            stored[index] = _StorageInfo(name, filled[name] * len(piece), len(piece))
             filled[name] += 1
-        fields = {
-            "properties": made("metadata", "TensorProperties", properties),
-            "size": Call(Name("torch", "Size"), ((ROWS * CUTS, WIDTH),)),
-            "chunks": chunks,
-        }
-        described[key] = made("metadata", "TensorStorageMetadata", fields)
-    for name in names:
-        (folder / name).write_bytes(piece * filled[name])
-    paths = {key: ("model", key.removeprefix("model.")) for key in described}
-    tables = {"state_dict_metadata": described, "planner_data": paths, "storage_data": stored}
-    (folder / ".metadata").write_bytes(pickle(made("metadata", "Metadata", tables)))
-    return tensors * CUTS, data * CUTS
+        described[index.fqn] = TensorStorageMetadata(properties, size, chunks)
+    for name, count in filled.items():
+        (folder / name).write_bytes(piece * count)
+    paths: Any = {key: tuple(key.split(".", 1)) for key in described}
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, paths, stored)))
+    return tensors * CUTS, values.numpy().tobytes() * CUTS
 
 
 def zero3(folder: Path, ranks: int, tensors: int) -> Written:
@@ -104,26 +93,17 @@ def zero3(folder: Path, ranks: int, tensors: int) -> Written:
     return ranks * tensors, (torch.arange(ranks) + (tensors - 1) * 0.5).numpy().tobytes()
 
 
-def made(module: str, name: str, state: Any) -> Made:
-    return Made(Name(f"{CHECKPOINT}.{module}", name), state)
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each system call that touches files has been made."""
     counted = Counter[str]()
 
-    def count(name: str) -> None:
-        real = getattr(os, name)
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            counted[name] += 1
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, counting)
+    def counting(name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counted[name] += 1
+        return real(*args, **kwargs)
 
     for name in CALLS:
-        count(name)
+        monkeypatch.setattr(os, name, partial(counting, name, getattr(os, name)))
     return counted
 
 

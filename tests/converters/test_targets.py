@@ -14,16 +14,8 @@ from converters import CheckpointError, open_checkpoint, write_checkpoint
 from converters.cli import main
 from tests.converters.compare import assert_same, bits, load
 from tests.converters.make_ranks import Stack
-from tests.converters.making import written_by
-from tests.converters.test_dcp_writer import blank
+from tests.converters.test_dcp import blank
 from tests.converters.test_safetensors import WEIGHTS, model
-
-
-@pytest.fixture(scope="session")
-def universal_loads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("deepspeed")
-    return written_by("make_universal_loads", tmp_path_factory)
-
 
 # -- torch ---------------------------------------------------------------------------------------------------
 

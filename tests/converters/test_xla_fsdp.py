@@ -1,4 +1,4 @@
-"""PyTorch/XLA FSDP v1 shard files against the live shards they were written from, and its own tool."""
+"""PyTorch/XLA's FSDP v1 shard files and SPMD checkpoints, against the live shards, and its own tool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
-from tests.converters.compare import assert_model, assert_optimizer, load, refused
+from tests.converters.compare import assert_model, assert_optimizer, load
 
 EXAMPLE = "ckpt_rank-{:08d}-of-00000003.pth"
 
@@ -53,20 +53,17 @@ def test_trainer_folder(written_xla: Path, tmp_path: Path) -> None:
     assert open_checkpoint(folder).optimizer is None
 
 
-@pytest.fixture
-def step(written_xla: Path, tmp_path: Path) -> Path:
-    shutil.copytree(written_xla / "each4", tmp_path / "step")
-    return tmp_path / "step"
+# -- pyTorch/XLA SPMD checkpoints: torch's DCP as torch_xla's planner fills it, against the live tensors ----
 
 
-def test_ranks_that_do_not_belong_together(step: Path, written_xla: Path) -> None:
-    names = sorted(path.name for path in step.iterdir())
-    for other in (step / names[2], written_xla / "flat3" / EXAMPLE.format(1)):
-        shutil.copy(other, step / names[1])
-        assert "unlike its name" in refused(step)
-
-
-def test_free_names_twice(written_xla: Path, tmp_path: Path) -> None:
-    shutil.copytree(written_xla / "flat4", tmp_path / "step")
-    shutil.copy(tmp_path / "step" / "piece.b.pt", tmp_path / "step" / "copy.pt")
-    assert "as is" in refused(tmp_path / "step")
+@pytest.mark.parametrize(
+    ("run", "cut"),
+    [
+        ("spmd-primed", {(0, 0), (0, 7), (3, 0), (3, 7)}),
+        ("spmd", {(0, 0), (0, 4), (0, 8), (0, 12)}),
+    ],
+)
+def test_pieces_are_those_of_the_devices(written_xla: Path, run: str, cut: set[tuple[int, int]]) -> None:
+    checkpoint = open_checkpoint(written_xla / run)
+    assert checkpoint.aliases == {"lm_head.weight": "embed_tokens.weight"}
+    assert {box.offsets for box in checkpoint.tensors["layers.0.down.weight"].boxes} == cut
