@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("deepspeed")
 
@@ -25,34 +26,13 @@ from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
 from portable.registry import create_backend
 from portable.run.resolve import resolve
+from tests import published
 from tests.published import Shape, shapes
 
 HIDDEN = 64
 SIZES = ModelSizes(HIDDEN, 4 * HIDDEN * HIDDEN)
 
-# Leaves of DeepSpeed's config that the run decides, whatever a JSON says: see the page on ZeRO.
-OURS = {
-    "optimizer_name": "the run builds the optimizer",
-    "optimizer_params": "the run builds the optimizer",
-    "optimizer_legacy_fusion": "the run builds the optimizer",
-    "scheduler_name": "the run steps the schedule",
-    "scheduler_params": "the run steps the schedule",
-    "activation_checkpointing_config": "memory.activation_checkpointing",
-    "zero_allow_untested_optimizer": "gpu/zero/optimizer.py has taken care",
-    "zero_force_ds_cpu_optimizer": "gpu/zero/optimizer.py has taken care",
-    "zero_config.log_trace_cache_warnings": "says nothing of the run",
-    "zero_config.offload_optimizer.nvme_path": "a folder of the run below it",
-    "zero_config.offload_param.nvme_path": "a folder of the run below it",
-    "zero_config.offload_param.buffer_size": "a note says so",
-    "zero_config.max_reuse_distance": "a note says so",
-}
-# Those that it decides where a JSON leaves them out, and the key that is left out.
-LEFT_OUT = {
-    "communication_data_type": "communication_data_type",
-    "grad_accum_dtype": "grad_accum_dtype",
-    "steps_per_print": "steps_per_print",
-    "aio_config": "aio",
-}
+LEAVES = yaml.safe_load((Path(published.__file__).parent / "deepspeed_leaves.yaml").read_text())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,10 +124,12 @@ def different(
         ours = dict(leaves(read(settings, shape.ranks)))
         other = dict(leaves(theirs))
         for path in ours.keys() | other.keys():
-            if any(path == key or path.startswith(f"{key}.") for key in OURS):
+            if any(path == key or path.startswith(f"{key}.") for key in LEAVES["ours"]):
                 continue
             text = json.dumps(shape.config)
-            if any(path.startswith(leaf) and f'"{key}"' not in text for leaf, key in LEFT_OUT.items()):
+            if any(
+                path.startswith(leaf) and f'"{key}"' not in text for leaf, key in LEAVES["left_out"].items()
+            ):
                 continue
             if config.strategy != "zero3" and path.startswith("zero_config.offload_param"):
                 continue  # which DeepSpeed does not look at there

@@ -16,10 +16,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 from portable.config import Invocation, RunConfig, load_config, parse_args
 from portable.config.importing.importer import read_environment
 from portable.errors import UserError
-from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import free_port
-from tests.runs import configured, flags, tiny
+from tests.runs import configured, flags, losses, tiny
 from tests.zygote import Zygote
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
@@ -160,6 +159,4 @@ def test_two_ranks_that_it_starts(tmp_path: Path, corpus: Path, zygote: Zygote) 
     resolved = load_config(tmp_path / "run" / "config.yaml").memory
     assert (resolved.offload_params, resolved.activation_checkpointing) == ("cpu", "full")
     assert run_rank("cpu", configured(tmp_path / "one", corpus, train__steps=3)) == 0
-    rows = {name: read_metrics(tmp_path / name) for name in ("run", "one")}
-    ours, one = ([row["loss"] for row in rows[name] if "loss" in row] for name in rows)
-    assert ours == pytest.approx(one, rel=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

@@ -23,6 +23,7 @@ from portable.model import build as models
 from portable.output.output_dir import locked
 from portable.reporting.html_report import main as portable_report
 from tests.runs import TINY_MODEL, flags, tiny
+from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
@@ -128,6 +129,9 @@ def test_each_is_refused_before_anything_is_written(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     settings = tiny(tmp_path / "out", corpus) | row.get("settings", {})
+    if "type" in row:
+        task = settings.get("model.task", "causal-lm")
+        settings["model.config"] = {**tiny_config(row["type"], task), **row.get("config", {})}
     if "llama" in row:
         settings["model.config"] = {**TINY_MODEL, **row["llama"]}
     if "flags" in row:

@@ -182,17 +182,8 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
 
 # Dumping
 
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"model": {"name_or_path": "null"}, "data": {"source": ["1e-3", "no", "a: b"], "text_field": "on"}},
-    {"model": {"config": {"model_type": "t5", "x": {"y": [1, [2.5], "~"], "é": None}}}},
-    {"deepspeed": {"config": "ds.json"}, "output_dir": "2020-01-01", "log": {"trackers": []}},
-    {"memory": {"offload_params": "nvme", "nvme_path": "~"}, "train": {"max_grad_norm": None}},
-    {"log": {"sample_prompt": "def f():\n\treturn '\u2603' # x \x1b"}, "seed": 2**32 - 1},
-]
 
-
-@pytest.mark.parametrize("values", VARIANTS)
+@pytest.mark.parametrize("values", ROWS["dumped"])
 def test_a_dump_reads_back(file: Path, values: dict[str, Any]) -> None:
     config = load_config(values)
     if config.deepspeed.config is not None:
@@ -236,39 +227,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 # What a run is
 
-FREE = {
-    "backend": "cpu",
-    "strategy": "no_shard",
-    "output_dir": "elsewhere",
-    "compile": True,
-    "data.cache_dir": "/cache",
-    "train.stop_after": 10,
-    "train.micro_batch_size": 2,
-    "memory.activation_checkpointing": "full",
-}
-BOUND = {
-    "seed": 1,
-    "precision": "bf16",
-    "model.init": "scratch",
-    "data.seq_len": 128,
-    "data.eval_fraction": 0.5,
-    "train.steps": 300,
-    "train.global_batch_size": 16,
-    "model.config.hidden_size": 64,
-    "train.optimizer": "sgd",
-    "train.betas": [0.9, 0.99],
-    "train.learning_rate": 1e-3,
-    "train.schedule": "linear",
-    "train.warmup_steps": 5,
-    "train.weight_decay": 0.0,
-    "train.max_grad_norm": None,
-}
 
-
-@pytest.mark.parametrize(("key", "value"), (FREE | BOUND).items())
+@pytest.mark.parametrize(("key", "value"), (ROWS["may_change"] | ROWS["another_run"]).items())
 def test_what_defines_the_run_and_what_may_change_between_legs(key: str, value: Any) -> None:
     found = difference(RunConfig(), load_config(None, {key: value}))
-    assert [line.partition(":")[0] for line in found] == [key] * (key in BOUND)
+    assert [line.partition(":")[0] for line in found] == [key] * (key in ROWS["another_run"])
 
 
 def test_difference_reads_fingerprints_back_from_json() -> None:
