@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("deepspeed")
 
@@ -17,72 +18,35 @@ from portable.optim.schedule import OneCycle, build_schedule
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
+from tests import published
 from tests.parity import opened
 from tests.ranks import RankPool
-from tests.runs import configured
+from tests.runs import configured, losses
 
 STEPS = 60
-WARMUP: dict[str, Any] = {"warmup_max_lr": 0.01, "warmup_num_steps": 9}
-CYCLE: dict[str, Any] = {"cycle_min_lr": 1e-4, "cycle_max_lr": 0.01, "cycle_first_step_size": 12}
-BLOCKS: list[tuple[str, dict[str, Any]]] = [
-    ("WarmupLR", WARMUP),
-    ("WarmupLR", WARMUP | {"warmup_type": "linear", "warmup_min_lr": 0.001}),
-    ("WarmupLR", {}),
-    ("WarmupDecayLR", WARMUP | {"total_num_steps": STEPS}),
-    ("WarmupDecayLR", WARMUP | {"total_num_steps": STEPS, "warmup_type": "linear", "warmup_min_lr": 0.002}),
-    ("WarmupCosineLR", {"total_num_steps": STEPS, "warmup_num_steps": 9}),
-    (
-        "WarmupCosineLR",
-        {"total_num_steps": STEPS, "warmup_num_steps": 20, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05},
-    ),
-    ("OneCycle", CYCLE),
-    ("OneCycle", CYCLE | {"cycle_momentum": False, "decay_step_size": 5, "decay_lr_rate": 0.3}),
-    (
-        "OneCycle",
-        CYCLE
-        | {
-            "cycle_second_step_size": 17,
-            "cycle_first_stair_count": 3,
-            "cycle_second_stair_count": 5,
-            "decay_step_size": 4,
-            "decay_lr_rate": 0.1,
-            "cycle_min_mom": 0.85,
-            "cycle_max_mom": 0.95,
-            "decay_mom_rate": 0.001,
-        },
-    ),
-    ("OneCycle", CYCLE | {"cycle_second_step_size": 0, "cycle_first_stair_count": 4}),
-    (
-        "LRRangeTest",
-        {
-            "lr_range_test_min_lr": 1e-4,
-            "lr_range_test_step_size": 9,
-            "lr_range_test_step_rate": 5,
-            "lr_range_test_staircase": True,
-        },
-    ),
-]
+BLOCKS = yaml.safe_load((Path(published.__file__).parent / "deepspeed_schedules.yaml").read_text())
 
 
-def json_of(kind: str, params: dict[str, Any]) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 2}, "scheduler": {"type": kind, "params": params}}
+def json_of(block: dict[str, Any]) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, "scheduler": block}
 
 
-def taken_over(kind: str, params: dict[str, Any], **train: Any) -> RunConfig:
-    given = {"precision": "fp32", "deepspeed": {"config": json_of(kind, params)}, "train": train}
+def taken_over(block: dict[str, Any]) -> RunConfig:
+    train = {"steps": STEPS}
+    given = {"precision": "fp32", "deepspeed": {"config": json_of(block)}, "train": train}
     return resolve(load_config(given), "cpu", 2).config
 
 
-@pytest.mark.parametrize(("kind", "params"), BLOCKS)
-def test_rates_and_betas_are_deepspeeds(kind: str, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_rates_and_betas_are_deepspeeds(block: dict[str, Any]) -> None:
     zero_runtime.import_deepspeed("cpu")
     from deepspeed.runtime import lr_schedules
 
-    config = taken_over(kind, params, steps=STEPS)
+    config = taken_over(block)
     ours = build_schedule(config.train, STEPS)
     group: dict[str, Any] = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": config.train.learning_rate}
     optimizer = torch.optim.AdamW([group], betas=(0.7, 0.71))
-    theirs = getattr(lr_schedules, kind)(optimizer, **params)
+    theirs = getattr(lr_schedules, block["type"])(optimizer, **block["params"])
     for step in range(STEPS):
         (group,) = optimizer.param_groups
         assert ours(step) == pytest.approx(group["lr"], rel=1e-12, abs=1e-18), step
@@ -93,8 +57,7 @@ def test_rates_and_betas_are_deepspeeds(kind: str, params: dict[str, Any]) -> No
 
 
 def test_a_resolved_config_has_the_schedule_without_the_json() -> None:
-    kind, params = BLOCKS[4]
-    config = taken_over(kind, params, steps=STEPS)
+    config = taken_over(BLOCKS[4])
     settings = config.train.model_dump()
     elsewhere = load_config({"strategy": "full_shard", "precision": "fp32", "train": settings})
     assert build_schedule(elsewhere.train, STEPS) == build_schedule(config.train, STEPS)
@@ -113,52 +76,44 @@ def rates_of_engine(config: RunConfig) -> list[tuple[float, tuple[float, float]]
         return seen
 
 
+CYCLE: dict[str, Any] = {
+    "train__schedule": "OneCycle",
+    "train__schedule_params": {"cycle_min_lr": 0.001, "cycle_first_step_size": 2},
+    "train__warmup_steps": 0,
+    "train__micro_batch_size": 1,
+}
+
+
 def test_the_optimizer_goes_by_them(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    params = {"cycle_min_lr": 0.001, "cycle_first_step_size": 2}
-    settings = {
-        "train__schedule": "OneCycle",
-        "train__schedule_params": params,
-        "train__warmup_steps": 0,
-        "train__micro_batch_size": 1,
-    }
-    config = configured(tmp_path, corpus, strategy="zero3", **settings)
-    seen = ranks.run(2, rates_of_engine, config)
+    seen = ranks.run(2, rates_of_engine, configured(tmp_path, corpus, strategy="zero3", **CYCLE))
     assert [rate for rate, _ in seen] == pytest.approx([0.001, 0.002, 0.003, 0.002])
     assert [betas[0] for _, betas in seen] == pytest.approx([0.8, 0.85, 0.8, 0.85])
     assert {betas[1] for _, betas in seen} == {0.99}
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=1, **settings))
+    return run_rank("cpu", configured(folder, corpus, **{"train__micro_batch_size": 1} | settings))
 
 
 def test_a_cycle_goes_on_where_it_was(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """Adam's betas, too, which make other losses."""
-    settings: dict[str, Any] = {
-        "strategy": "zero1",
-        "train__schedule": "OneCycle",
-        "train__schedule_params": {"cycle_min_lr": 0.001, "cycle_first_step_size": 2},
-        "train__warmup_steps": 0,
-    }
+    settings = {"strategy": "zero1", **CYCLE}
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert ranks.run(1, leg, whole, corpus, settings) == 0
     for stop in (3, None):
         assert ranks.run(1, leg, run, corpus, {**settings, "train__stop_after": stop}) == 0
-    expected, seen = ([row["loss"] for row in read_metrics(one) if "loss" in row] for one in (whole, run))
-    assert seen == expected
+    assert losses(run) == losses(whole)
 
 
 def test_a_json_schedule_goes_on_under_fsdp(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """Two legs under DeepSpeed and FSDP2 against one under DDP."""
-    params = {"warmup_num_steps": 5, "warmup_min_lr": 0.0005}
-    shared: dict[str, Any] = {
-        "train__schedule": "WarmupLR",
-        "train__schedule_params": {"warmup_min_lr": 0.0005},
-    }
+    params = {"warmup_min_lr": 0.0005}
+    shared: dict[str, Any] = {"train__schedule": "WarmupLR", "train__schedule_params": params}
     shared |= {"train__warmup_steps": 5}
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert ranks.run(1, leg, whole, corpus, {"strategy": "no_shard", **shared}) == 0
-    begun: dict[str, Any] = {"deepspeed__config": json_of("WarmupLR", params), "train__warmup_steps": 5}
+    block = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, **params}}
+    begun: dict[str, Any] = {"deepspeed__config": json_of(block), "train__warmup_steps": 5}
     assert ranks.run(2, leg, run, corpus, {**begun, "train__stop_after": 4}) == 0
     assert ranks.run(3, leg, run, corpus, {"strategy": "full_shard", **shared}) == 0
     rows = [{r["step"]: r for r in read_metrics(folder) if "loss" in r} for folder in (whole, run)]

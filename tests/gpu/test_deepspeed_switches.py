@@ -24,15 +24,6 @@ from tests.gpu.test_zero import zero_config
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL
 
-OFF = {
-    "partition_activations": False,
-    "cpu_checkpointing": False,
-    "contiguous_memory_optimization": False,
-    "number_checkpoints": None,
-    "synchronize_checkpoint_boundary": False,
-    "profile": False,
-}
-
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
@@ -52,31 +43,6 @@ def understood(config: RunConfig) -> tuple[RunConfig, str]:
     document = deepspeed_json.read(config)
     assert document is not None
     return resolve(config, "cpu", 2).config, "\n".join(document.imported.notes)
-
-
-@pytest.mark.parametrize(
-    ("switched_on", "recomputed", "told"),
-    [
-        ({}, "none", []),
-        ({"profile": True, "synchronize_checkpoint_boundary": True}, "none", ["profile", "synchronize"]),
-        ({"cpu_checkpointing": True}, "full", []),
-        ({"partition_activations": True}, "full", ["partition_activations"]),
-        (
-            {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 2},
-            "full",
-            ["partition_activations", "contiguous_memory_optimization", "number_checkpoints"],
-        ),
-    ],
-)
-def test_only_a_block_that_asks_for_it_recomputes(
-    switched_on: dict[str, Any], recomputed: str, told: list[str], tmp_path: Path, corpus: Path
-) -> None:
-    document = {"activation_checkpointing": {**OFF, **switched_on}}
-    config, notices = understood(with_json(tmp_path, corpus, 2, document))
-    assert config.memory.activation_checkpointing == recomputed
-    assert notices.count("has no effect: ") == len(told)
-    for name in told:
-        assert f"activation_checkpointing.{name}" in notices
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(2, "full"), (3, "selective")])

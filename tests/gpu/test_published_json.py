@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("deepspeed")
 
@@ -25,34 +26,13 @@ from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
 from portable.registry import create_backend
 from portable.run.resolve import resolve
+from tests import published
 from tests.published import Shape, shapes
 
 HIDDEN = 64
 SIZES = ModelSizes(HIDDEN, 4 * HIDDEN * HIDDEN)
 
-# Leaves of DeepSpeed's config that the run decides, whatever a JSON says: see the page on ZeRO.
-OURS = {
-    "optimizer_name": "the run builds the optimizer",
-    "optimizer_params": "the run builds the optimizer",
-    "optimizer_legacy_fusion": "the run builds the optimizer",
-    "scheduler_name": "the run steps the schedule",
-    "scheduler_params": "the run steps the schedule",
-    "activation_checkpointing_config": "memory.activation_checkpointing",
-    "zero_allow_untested_optimizer": "gpu/zero/optimizer.py has taken care",
-    "zero_force_ds_cpu_optimizer": "gpu/zero/optimizer.py has taken care",
-    "zero_config.log_trace_cache_warnings": "says nothing of the run",
-    "zero_config.offload_optimizer.nvme_path": "a folder of the run below it",
-    "zero_config.offload_param.nvme_path": "a folder of the run below it",
-    "zero_config.offload_param.buffer_size": "a note says so",
-    "zero_config.max_reuse_distance": "a note says so",
-}
-# Those that it decides where a JSON leaves them out, and the key that is left out.
-LEFT_OUT = {
-    "communication_data_type": "communication_data_type",
-    "grad_accum_dtype": "grad_accum_dtype",
-    "steps_per_print": "steps_per_print",
-    "aio_config": "aio",
-}
+LEAVES = yaml.safe_load((Path(published.__file__).parent / "deepspeed_leaves.yaml").read_text())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +58,7 @@ def understood(shape: Shape, folder: Path) -> tuple[RunConfig, deepspeed_json.Do
     """The run that a shape comes to on GPUs, by the file that it is."""
     file = folder / "ds.json"
     file.write_text(json.dumps(shape.config))
-    config = load_config({"deepspeed": {"config": str(file)}})
+    config = load_config(None, {"deepspeed.config": str(file), **shape.beside})
     document = deepspeed_json.read(config)
     assert document is not None
     adopted = deepspeed_json.adopt(config, document, shape.ranks)
@@ -126,6 +106,8 @@ def filled(values: dict[str, Any], config: RunConfig, plan: Any) -> dict[str, An
     zero = found.get("zero_optimization")
     if isinstance(zero, dict):
         zero = {k: v for k, v in zero.items() if not str(k).startswith(("_", "//"))}
+        if "aio" in zero:  # its old place
+            found["aio"] = zero.pop("aio")
         sizes = automatic(HIDDEN)
         found["zero_optimization"] = {k: sizes.get(k, v) if v == "auto" else v for k, v in zero.items()}
     return {k: v for k, v in found.items() if v != "auto"}
@@ -142,10 +124,12 @@ def different(
         ours = dict(leaves(read(settings, shape.ranks)))
         other = dict(leaves(theirs))
         for path in ours.keys() | other.keys():
-            if any(path == key or path.startswith(f"{key}.") for key in OURS):
+            if any(path == key or path.startswith(f"{key}.") for key in LEAVES["ours"]):
                 continue
             text = json.dumps(shape.config)
-            if any(path.startswith(leaf) and f'"{key}"' not in text for leaf, key in LEFT_OUT.items()):
+            if any(
+                path.startswith(leaf) and f'"{key}"' not in text for leaf, key in LEAVES["left_out"].items()
+            ):
                 continue
             if config.strategy != "zero3" and path.startswith("zero_config.offload_param"):
                 continue  # which DeepSpeed does not look at there
@@ -204,7 +188,7 @@ def adopted(config: RunConfig, plan: Any, theirs: Any, shape: Shape) -> Iterator
             yield name, (ours, other)
 
 
-SHAPES = shapes("deepspeed.json")
+SHAPES = shapes("deepspeed.json") + shapes("deepspeed_keys.yaml")
 TAKEN = [shape for shape in SHAPES if not shape.refused]
 
 
@@ -212,7 +196,9 @@ TAKEN = [shape for shape in SHAPES if not shape.refused]
 def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, read: Any) -> None:
     """And a person is told what it passes over."""
     config, document = understood(shape, tmp_path)
-    assert different(shape, config, document, read) == {}
+    apart = different(shape, config, document, read)
+    assert apart.keys() == {*shape.apart}, apart
+    assert {key: config.get(key) for key in shape.comes_to} == shape.comes_to
     notes = deepspeed_json.notes(config, document)
     assert len(notes) == len(shape.told)
     for words in shape.told:
@@ -231,98 +217,13 @@ def test_is_refused_with_good_reason(shape: Shape, tmp_path: Path, read: Any) ->
             read({k: v for k, v in {**batches, **shape.config}.items() if v != "auto"}, shape.ranks)
 
 
-def adopted_and_told(config: dict[str, Any], folder: Path, **more: Any) -> tuple[RunConfig, str]:
-    shape = Shape("one", "", config, **more)
-    run, document = understood(shape, folder)
-    return run, "\n".join(deepspeed_json.notes(run, document))
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_old_names_reach_the_run(stage: int, tmp_path: Path) -> None:
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "cpu_offload": True,
-        "cpu_offload_use_pin_memory": True,
-        "stage3_gather_fp16_weights_on_model_save": True,
-    }
-    run, told = adopted_and_told({"zero_optimization": {**zero, "cpu_offload_param": True}}, tmp_path)
-    assert run.memory.offload_optimizer == "cpu"
-    assert adopted_and_told({"zero_optimization": True}, tmp_path)[0].strategy == "zero1"
-    assert run.memory.offload_params == ("cpu" if stage == 3 else "none")
-    assert "cpu_offload_use_pin_memory: true has no effect" in told
-    assert ("stage3_gather_fp16_weights_on_model_save: has no effect" in told) is (stage == 3)
-
-
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        ({"train_micro_batch_size_per_gpu": 2}, (16, 2, 1)),
-        ({"train_micro_batch_size_per_gpu": 16, "train_batch_size": "auto"}, (128, 16, 1)),
-        ({"train_batch_size": 64}, (64, 8, 1)),
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, (64, 2, 4)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (48, 2, 3)),
-    ],
-)
-def test_batches_that_say_less(config: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path) -> None:
-    for stage in (0, 2):
-        run, _ = adopted_and_told({**config, "zero_optimization": {"stage": stage}}, tmp_path)
-        plan = plan_batches(run, world_size=8, rank=0)
-        assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulation_steps) == sizes
-
-
-def test_a_micro_batch_that_is_searched_follows_from_accumulation() -> None:
-    given = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
-    train = {"micro_batch_size": "auto", "global_batch_size": 32}
-    config = load_config({"deepspeed": {"config": given}, "train": train})
-    document = deepspeed_json.read(config)
-    assert document is not None
-    assert deepspeed_json.adopt(config, document, 8).train.micro_batch_size == 2
-
-
-def test_a_floor_of_zero_for_the_loss_scale(tmp_path: Path) -> None:
-    scale = {"enabled": "auto", "loss_scale": 0, "min_loss_scale": 0}
-    zero = {"zero_optimization": {"stage": 2}}
-    run, _ = adopted_and_told({**zero, "fp16": scale, "bf16": {"enabled": True}}, tmp_path)
-    assert (run.precision, run.fp16.min_loss_scale) == ("bf16", 1.0)
-    with pytest.raises(UserError, match="min_loss_scale must be > 0"):  # DeepSpeed's words
-        adopted_and_told({**zero, "fp16": {**scale, "enabled": True}}, tmp_path)
-
-
-def test_remarks_are_passed_over(tmp_path: Path) -> None:
-    config = {"_comment": "why", "//": [1], "zero_optimization": {"stage": 2, "_why": {"a": 1}}}
-    assert adopted_and_told(config, tmp_path)[0].strategy == "zero2"
+def test_comments_and_commas_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "remarks.json"
     file.write_text(
         '{\n  // of a person\n  "//": 1, "//": 2,\n  "zero_optimization": {"stage": 1,},  # and a comma\n}'
     )
-    run = load_config({"deepspeed": {"config": str(file)}})
-    document = deepspeed_json.read(run)
-    assert document is not None
-    assert document.values == {"zero_optimization": {"stage": 1}}
-
-
-def test_a_disk_below_stage_3_is_host_memory(tmp_path: Path) -> None:
-    disk = {"device": "nvme", "nvme_path": "/disk"}
-    zero = {"stage": 2, "offload_optimizer": disk, "offload_param": disk}
-    run, told = adopted_and_told({"zero_optimization": zero}, tmp_path)
-    assert (run.memory.offload_optimizer, run.memory.offload_params) == ("cpu", "none")
-    assert "offload_optimizer.device: nvme is read as cpu at ZeRO stage 2" in told
-    assert "offload_param.device: nvme has no effect" in told
-
-
-def test_without_zero_what_is_idle_is_named(tmp_path: Path) -> None:
-    config = {
-        "wall_clock_breakdown": True,
-        "wandb": {"enabled": True},
-        "tensorboard": {"enabled": False},
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
-        "communication_data_type": "fp32",
-        "prescale_gradients": True,
-    }
-    run, told = adopted_and_told(config, tmp_path)
-    assert (run.strategy, run.memory.offload_optimizer) == ("no_shard", "none")
-    assert "no effect: wall_clock_breakdown, wandb, communication_data_type, prescale_gradients" in told
-    assert "tensorboard" not in told
+    document = deepspeed_json.read(load_config({"deepspeed": {"config": str(file)}}))
+    assert document is not None and document.values == {"zero_optimization": {"stage": 1}}
 
 
 def test_a_yamls_accumulation_is_used_as_a_jsons_is(tmp_path: Path) -> None:

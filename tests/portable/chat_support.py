@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from portable.data.sources.conversations import read_conversation
+from portable.data.sources.conversations import ANSWERING, read_conversation
 from portable.data.sources.documents import Document
 from portable.data.tokens.tokenize import Frame
 from portable.data.tokens.tokenizer import CHATML
@@ -25,10 +27,10 @@ class Family:
 
     begin: str | None
     end: str
-    special: tuple[str, ...]
+    special: list[str]
     answer_end: str
     """The token that ends an answer."""
-    plain: tuple[str, ...] = ()
+    plain: Sequence[str] = ()
     """Added tokens that are not special, as the family has them."""
     system: bool = True
     marked: bool = True
@@ -37,41 +39,9 @@ class Family:
     """What TRL's marks include before an answer, which the generation prompt has written already."""
 
 
-_IM = ("<|im_start|>", "<|im_end|>")
 FAMILIES = {
-    "llama3": Family(
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "<|eot_id|>",
-    ),
-    "qwen2_5": Family(None, "<|im_end|>", ("<|im_start|>", "<|endoftext|>"), "<|im_end|>", in_marks="\n"),
-    "qwen3": Family(None, "<|im_end|>", ("<|im_start|>",), "<|im_end|>", ("<think>", "</think>")),
-    "gemma": Family("<bos>", "<eos>", ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", system=False),
-    "gemma3": Family("<bos>", "<eos>", ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
-    "phi3": Family("<s>", "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"), "<|end|>"),
-    "deepseekv3": Family(
-        "<｜begin▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-        ("<｜User｜>", "<｜Assistant｜>"),
-        "<｜end▁of▁sentence｜>",
-        in_marks="<｜Assistant｜>",
-    ),
-    "gptoss": Family(
-        "<|startoftext|>",
-        "<|return|>",
-        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
-        "<|return|>",
-        in_marks="<|start|>assistant",
-    ),
-    "cohere": Family(
-        "<BOS_TOKEN>",
-        "<|END_OF_TURN_TOKEN|>",
-        ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
-        "<|END_OF_TURN_TOKEN|>",
-    ),
-    "mistral": Family("<s>", "</s>", ("[INST]", "[/INST]"), "</s>", marked=False),
-    "chatml": Family(None, "<|endoftext|>", _IM, "<|im_end|>", marked=False),
+    name: Family(**fields)
+    for name, fields in yaml.safe_load((TEMPLATES / "families.yaml").read_text("utf-8")).items()
 }
 GREETING = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]
 TALK = [
@@ -115,9 +85,9 @@ def template(name: str) -> str:
     return CHATML if name == "chatml" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
 
 
-def record(row: dict[str, Any], kind: Any = "messages") -> Document:
+def record(row: dict[str, Any], kind: Any = "messages", roles: frozenset[str] = ANSWERING) -> Document:
     """The document of a record."""
-    read = read_conversation(row, kind, "chat.jsonl:1")
+    read = read_conversation(row, kind, "chat.jsonl:1", roles)
     return Document("", conversation=read)  # type: ignore[arg-type]
 
 

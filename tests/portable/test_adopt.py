@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +35,7 @@ from portable.run.batches import train_loader
 from portable.run.rank import run_rank
 from portable.run.save import write_model_files
 from tests.parity import opened
+from tests.portable.data_support import write_jsonl
 from tests.portable.test_data_tokenizer import word_tokenizer
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_config
@@ -41,6 +43,8 @@ from tests.tiny_models import tiny_config
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
 LLAMA = {key: value for key, value in TINY_MODEL.items() if key != "model_type"} | {"num_hidden_layers": 1}
+ROWS = yaml.safe_load(Path(__file__).with_name("adopt_rows.yaml").read_text("utf-8"))
+SIZES = ROWS["sizes"]
 WORDS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 """A Llama's: no padding token."""
 
@@ -55,18 +59,15 @@ def pretrained(folder: Path, tokenizer: Any, kind: Any = AutoModelForCausalLM, *
     return folder
 
 
-def words(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def run_of(model: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> RunConfig:
     """Of a pretrained model on these records, in the folder beside it."""
     folder = model.parent
     named = {"model__config": None, "model__name_or_path": str(model), "train__warmup_steps": 0}
     return configured(
-        folder / "run", words(folder, rows), **named, **{"train__micro_batch_size": 6} | settings
+        folder / "run",
+        write_jsonl(folder / "rows.jsonl", rows),
+        **named,
+        **{"train__micro_batch_size": 6} | settings,
     )
 
 
@@ -119,15 +120,7 @@ def aligned(
     return model, config, special.align(model, tokenizer)
 
 
-CASES: list[dict[str, Any]] = [
-    {"bos_token_id": 1, "eos_token_id": 5},
-    {"bos_token_id": 1, "eos_token_id": [5, 6]},
-    {"bos_token_id": 5, "eos_token_id": 2, "pad_token_id": 6},
-    {"bos_token_id": None, "eos_token_id": None},
-]
-
-
-@pytest.mark.parametrize("ids", CASES, ids=str)
+@pytest.mark.parametrize("ids", ROWS["ids"], ids=str)
 @pytest.mark.parametrize(
     ("generation", "padded"), [({}, True), ({"eos_token_id": [5, 2], "top_k": 7, "do_sample": True}, False)]
 )
@@ -180,22 +173,12 @@ def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(
     assert (found.temperature, found.max_length) == (0.5, 17)
 
 
-TEXT_MODEL: dict[str, Any] = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
-TEXT_MODEL |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-NESTED = [
-    ("gemma3", "causal-lm", {"text_config": TEXT_MODEL}),
-    ("t5gemma", "seq2seq-lm", {"encoder": TEXT_MODEL, "decoder": TEXT_MODEL, "vocab_size": 384}),
-]
-
-
-@pytest.mark.parametrize(("kind", "task", "given"), NESTED, ids=[kind for kind, _, _ in NESTED])
-def test_the_configs_inside_a_config_take_the_ids_over_too(
-    kind: str, task: str, given: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("kind", "task"), [("gemma3", "causal-lm"), ("t5gemma", "seq2seq-lm")])
+def test_the_configs_inside_a_config_take_the_ids_over_too(kind: str, task: str) -> None:
     """Their classes say 0 for padding, which is the end token here: its row would never be trained."""
     tokenizer = word_tokenizer("$A </s>", eos_token="</s>", bos_token="<s>", unk_token="<u>", pad_token="<p>")
     assert tokenizer.eos_token_id == 0
-    model, config, notes = aligned(None, tokenizer, task, model_type=kind, **given)
+    model, config, notes = aligned(None, tokenizer, task, model_type=kind, **SIZES[kind])
     tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.padding_idx is not None]
     assert tables and all(table.padding_idx == tokenizer.pad_token_id for table in tables)
     for part in (config.get_text_config(), model.config.get_text_config(), model.generation_config):
@@ -206,29 +189,11 @@ def test_the_configs_inside_a_config_take_the_ids_over_too(
 # -- decoder starts
 
 
-SEQ2SEQ: dict[str, Any] = {"vocab_size": 64, "d_model": 16, "decoder_layers": 1, "encoder_layers": 1}
-SEQ2SEQ |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16}
-SEQ2SEQ |= {"decoder_ffn_dim": 16, "max_position_embeddings": 32}
-T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-STARTS = [
-    ("bart", SEQ2SEQ),
-    ("mbart", SEQ2SEQ),
-    ("pegasus", SEQ2SEQ),
-    ("marian", SEQ2SEQ | {"pad_token_id": 1, "decoder_start_token_id": 9}),
-    ("plbart", SEQ2SEQ),
-    ("t5", T5 | {"decoder_start_token_id": 7}),
-]
-
-
-@pytest.mark.parametrize(("kind", "sizes"), STARTS, ids=[kind for kind, _ in STARTS])
-def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(
-    kind: str, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    start = sizes.get("decoder_start_token_id")
-    sizes = {key: value for key, value in sizes.items() if key != "decoder_start_token_id"}
-    config = AutoConfig.for_model(kind, **sizes)
-    if start is not None:
-        config.decoder_start_token_id = start
+@pytest.mark.parametrize("kind", ["bart", "mbart", "pegasus", "marian", "plbart", "t5"])
+def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **SIZES[kind])
+    if "decoder_start_token_id" in SIZES[kind]:
+        config.decoder_start_token_id = SIZES[kind]["decoder_start_token_id"]
     model: Any = AutoModelForSeq2SeqLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
     tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
@@ -245,7 +210,7 @@ def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(
 
 
 def test_a_start_that_only_the_generation_config_has(tmp_path: Path) -> None:
-    model: Any = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **T5))
+    model: Any = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **SIZES["t5"]))
     model.generation_config.decoder_start_token_id = 9
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -259,7 +224,7 @@ def test_a_start_that_only_the_generation_config_has(tmp_path: Path) -> None:
 def test_a_default_start_is_of_the_tokenizer_that_is_there() -> None:
     """Marian's class says 58100 for padding and start alike, far outside a small vocabulary."""
     tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
-    model, config, _ = aligned(None, tokenizer, "seq2seq-lm", model_type="marian", **SEQ2SEQ)
+    model, config, _ = aligned(None, tokenizer, "seq2seq-lm", model_type="marian", **SIZES["bart"])
     assert config.decoder_start_token_id == config.pad_token_id == tokenizer.pad_token_id
     assert model.generation_config.decoder_start_token_id == tokenizer.pad_token_id
     assert config.forced_eos_token_id == config.eos_token_id == tokenizer.eos_token_id
@@ -268,56 +233,18 @@ def test_a_default_start_is_of_the_tokenizer_that_is_there() -> None:
 # -- classes
 
 
-NAMED = KnownClasses("model.name_or_path", ("NEGATIVE", "NEUTRAL", "POSITIVE"))
-UNNAMED = KnownClasses("model.name_or_path", ("LABEL_0", "LABEL_1", "LABEL_2"))
-STARS = KnownClasses("model.name_or_path", ("1", "2", "3"))
+KNOWN = {name: KnownClasses("model.name_or_path", tuple(names)) for name, names in ROWS["known"].items()}
 
 
-@pytest.mark.parametrize(
-    ("labels", "declared", "known", "names", "ids"),
-    [
-        (["no", "yes"], None, None, ("no", "yes"), (0, 1)),
-        ([3, 7], None, None, ("3", "7"), (0, 1)),
-        ([0, 2], ["b", "a", "c"], None, ("b", "a", "c"), (0, 2)),
-        (["negative", "neutral", "positive"], None, NAMED, NAMED.names, (0, 1, 2)),
-        (["Neutral", "Positive", "negative"], None, NAMED, NAMED.names, (1, 2, 0)),
-        ([0, 2], ["positive", "negative", "neutral"], NAMED, NAMED.names, (2, 1)),
-        ([0, 2], None, NAMED, NAMED.names, (0, 2)),
-        ([1, 2, 3], None, STARS, STARS.names, (0, 1, 2)),
-        (["a", "b", "c"], None, UNNAMED, ("a", "b", "c"), (0, 1, 2)),
-        ([0, 1, 2], None, UNNAMED, ("0", "1", "2"), (0, 1, 2)),
-        ([0, 2], None, UNNAMED, UNNAMED.names, (0, 2)),
-        # The data may lack some of the model's classes.
-        (["negative", "positive"], None, NAMED, NAMED.names, (0, 2)),
-        (["LABEL_2", "LABEL_1"], None, UNNAMED, UNNAMED.names, (2, 1)),
-    ],
-)
-def test_classes_are_the_models(
-    labels: list[int | str],
-    declared: list[str] | None,
-    known: KnownClasses | None,
-    names: tuple[str, ...],
-    ids: tuple[int, ...],
-) -> None:
-    found = number_classes(labels, declared, known)
-    assert (found.names, found.ids) == (names, ids)
-
-
-def test_other_classes_are_refused() -> None:
-    for labels, declared, known, told in (
-        (["bad", "good", "neutral"], None, NAMED, "bad.*NEGATIVE"),
-        ([0, 3], None, NAMED, "0.*NEGATIVE"),
-        ([0, 1], None, STARS, "0.*1"),
-        ([0, 1], ["negative", "other"], NAMED, "negative.*NEGATIVE"),
-        ([-1, 0, 1], ["a", "b"], None, "label -1, which is not one of the 2 classes"),
-        (["a"], None, None, "all records have the same label"),
-    ):
-        with pytest.raises(UserError, match=f"^data.label_field: .*{told}"):
-            number_classes(labels, declared, known)
-
-
-BERT = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-BERT |= {"num_attention_heads": 2, "max_position_embeddings": 32}
+@pytest.mark.parametrize("row", ROWS["classes"], ids=str)
+def test_classes_are_the_models_and_others_are_refused(row: dict[str, Any]) -> None:
+    given = row["labels"], row.get("declared"), KNOWN.get(row.get("known"))
+    if "refused" in row:
+        with pytest.raises(UserError, match=f"^data.label_field: .*{row['refused']}"):
+            number_classes(*given)
+        return
+    found = number_classes(*given)
+    assert (list(found.names), list(found.ids)) == (row["names"], row["ids"])
 
 
 def learns(folder: Path, labels: Sequence[Any], **given: Any) -> Any:
@@ -325,8 +252,8 @@ def learns(folder: Path, labels: Sequence[Any], **given: Any) -> Any:
     rows = [{"text": "a b c d"[: 1 + 2 * (i % 4)], "label": label} for i, label in enumerate(labels)]
     config = configured(
         folder / "run",
-        words(folder, rows),
-        model__config={"model_type": "bert", **BERT, "vocab_size": 384, **given},
+        write_jsonl(folder / "rows.jsonl", rows),
+        model__config={"model_type": "bert", **SIZES["bert"], "vocab_size": 384, **given},
         model__task="sequence-classification",
         data__seq_len=8,
         data__eval_fraction=0,
@@ -336,27 +263,13 @@ def learns(folder: Path, labels: Sequence[Any], **given: Any) -> Any:
     return opened(config)
 
 
-REGRESSION, SINGLE, MULTI = "regression", "single_label_classification", "multi_label_classification"
+SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
 
-@pytest.mark.parametrize(
-    ("labels", "given", "problem", "outputs"),
-    [
-        ([0.5, 2, 1.25, 1], {}, REGRESSION, 1),
-        ([3, 1, 5, 1], {"num_labels": 1}, REGRESSION, 1),
-        ([3, 1, 5, 1], {"problem_type": REGRESSION}, REGRESSION, 1),
-        ([3, 1, 5, 1], {}, SINGLE, 3),
-        ([[0.5, 2.0], [1, 1]] * 2, {"problem_type": REGRESSION, "num_labels": 2}, REGRESSION, 2),
-        ([["a"], [], ["b", "a"], ["c"]], {}, MULTI, 3),
-        ([[0], [3, 1]] * 2, {"num_labels": 4}, MULTI, 4),
-        ([[0.0, 1.0, 1.0], [0.25, 0.0, 0.0]] * 2, {}, MULTI, 3),
-        ([[False, True], [True, True]] * 2, {"problem_type": MULTI, "num_labels": 2}, MULTI, 2),
-    ],
-)
-def test_a_classifier_learns_what_its_config_or_its_labels_say(
-    labels: Sequence[Any], given: dict[str, Any], problem: str, outputs: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("row", ROWS["problems"], ids=str)
+def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, Any], tmp_path: Path) -> None:
     """The labels are as ``forward(labels=)`` of transformers takes them, and its loss is that of a step."""
+    labels, given, problem, outputs = row["labels"], row.get("config", {}), row["problem"], row["outputs"]
     with learns(tmp_path, labels, **given) as trial:
         data, model = trial.run.data, trial.run.model.eval()
         names = data.label_names
@@ -384,35 +297,24 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(
     assert saved.problem_type == (None if problem == SINGLE else problem)
 
 
-@pytest.mark.parametrize(
-    ("labels", "given", "told"),
-    [
-        ([0.5, 1.5], {"num_labels": 2}, r"1 numbers per text, but model\.config has 2 outputs"),
-        ([0.5, 1.5], {"problem_type": SINGLE}, "the labels are numbers with a fraction, but problem_type"),
-        (["a", "b"], {"num_labels": 1}, "the labels are one class per text, but problem_type"),
-        ([0, 1], {"problem_type": MULTI}, "multi_label_classification needs a list of classes per text"),
-        ([[0, 1], [1, 1]], {}, "a list has a class twice; .* a boolean"),
-        ([float("nan"), 1.0], {}, "'label' is nan, not a class"),
-        ([0, 1], {"problem_type": "ranking"}, "problem_type is 'ranking'; it may be"),
-    ],
-)
-def test_labels_that_a_classifier_cannot_learn_are_refused(
-    labels: Sequence[Any], given: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=rf"^(data\.label_field|model\.config): .*{told}"):
-        learns(tmp_path, labels, **given).__enter__()
+@pytest.mark.parametrize("row", ROWS["refused"], ids=lambda row: row["line"])
+def test_labels_that_a_classifier_cannot_learn_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^(data\.label_field|model\.config): .*{row['line']}"):
+        learns(tmp_path, row["labels"], **row.get("config", {})).__enter__()
 
 
 def test_a_text_may_have_some_of_the_models_classes() -> None:
-    found = number_classes(["positive", "Negative"], None, NAMED, several=True)
-    assert (found.names, found.ids, found.problem) == (NAMED.names, (2, 0), MULTI)
+    found = number_classes(["positive", "Negative"], None, KNOWN["named"], several=True)
+    assert (found.names, found.ids, found.problem) == (KNOWN["named"].names, (2, 0), MULTI)
     with pytest.raises(UserError, match="are not the classes of"):
-        number_classes(["positive", "bad"], None, NAMED, several=True)
+        number_classes(["positive", "bad"], None, KNOWN["named"], several=True)
 
 
 def test_which_models_have_classes(tmp_path: Path) -> None:
     """One with a trained head, or named in the config; no other."""
-    config = AutoConfig.for_model("bert", **BERT, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1})
+    config = AutoConfig.for_model(
+        "bert", **SIZES["bert"], id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1}
+    )
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     task: Any = {"task": "sequence-classification"}
     head = ModelConfig(name_or_path=str(tmp_path), config=None, **task)
@@ -423,17 +325,11 @@ def test_which_models_have_classes(tmp_path: Path) -> None:
     bare = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BertModel"]}
     (tmp_path / "config.json").write_text(json.dumps(bare))
     assert known_classes(model_config(head), head) is None
-    plain = ModelConfig(config={"model_type": "bert", **BERT}, **task)
+    plain = ModelConfig(config={"model_type": "bert", **SIZES["bert"]}, **task)
     assert known_classes(model_config(plain), plain) is None
-    named = ModelConfig(config={"model_type": "bert", **BERT, "num_labels": 3}, **task)
+    named = ModelConfig(config={"model_type": "bert", **SIZES["bert"], "num_labels": 3}, **task)
     found = known_classes(model_config(named), named)
     assert found is not None and not found.named and len(found.names) == 3
-
-
-DECODER = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
-
-
-XLNET = {"model_type": "xlnet", "vocab_size": 64, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
 
 
 @pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
@@ -443,12 +339,9 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
 ) -> None:
     """Loss and class of each text are those of transformers for that text alone, without padding."""
     tokenizer = word_tokenizer("", **WORDS, **({} if pad is None else {"pad_token": pad}))
-    shapes: dict[str, Any] = {"gpt2": DECODER, "llama": {"model_type": "llama", **LLAMA}, "xlnet": XLNET}
-    shape = shapes[family]
     names = {0: "POSITIVE", 1: "NEGATIVE"}
-    config = AutoConfig.for_model(
-        **shape, id2label=names, label2id={name: index for index, name in names.items()}
-    )
+    shape = {**SIZES.get(family, LLAMA), "id2label": names, "label2id": {"POSITIVE": 0, "NEGATIVE": 1}}
+    config = AutoConfig.for_model(family, **shape)
     torch.manual_seed(0)
     theirs = AutoModelForSequenceClassification.from_config(config).eval()
     theirs.save_pretrained(tmp_path / "model")
@@ -480,7 +373,7 @@ def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> No
     rows = [row | {"label": i % 2} for i, row in enumerate(TEXT)]
     given = configured(
         tmp_path / "run",
-        words(tmp_path, rows),
+        write_jsonl(tmp_path / "rows.jsonl", rows),
         model__config=tiny_config(kind),
         model__task="sequence-classification",
         data__seq_len=4,
@@ -515,7 +408,7 @@ def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, t
     else:
         languages = {"source": "en_XX", "target": "de_DE"}
         own = MBartTokenizer()
-    config = AutoConfig.for_model(kind, **SEQ2SEQ | {"vocab_size": len(own), "dropout": 0.0})
+    config = AutoConfig.for_model(kind, **SIZES["bart"] | {"vocab_size": len(own), "dropout": 0.0})
     torch.manual_seed(0)
     theirs: Any = AutoModelForSeq2SeqLM.from_config(config)
     theirs.save_pretrained(tmp_path / "model")

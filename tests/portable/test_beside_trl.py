@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+import yaml
 from datasets import Dataset
 
 from portable.commands.importing import import_files
@@ -138,36 +139,10 @@ class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc]
         return found
 
 
-PUBLISHED = {
-    "model_name_or_path": "base",
-    "dataset_name": "chat.jsonl",
-    "per_device_train_batch_size": 3,
-    "learning_rate": 3e-3,
-    "max_steps": 3,
-    "max_length": 250,
-    "assistant_only_loss": True,
-    "use_cpu": True,
-    "report_to": "none",
-    "output_dir": "out",
-}
-"""Keys that recipes have in common; each of the following says more."""
+RUNS = yaml.safe_load(Path(__file__).with_name("imports").joinpath("trl_runs.yaml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {
-            "gradient_accumulation_steps": 2,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 2,
-            "max_length": 61,
-        },
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-        {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6, "max_grad_norm": 0.1},
-        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "gradient_checkpointing": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("more", RUNS["more"], ids=str)
 def test_a_file_of_trl_that_is_imported_trains_as_there(
     more: dict[str, Any],
     tmp_path: Path,
@@ -182,7 +157,7 @@ def test_a_file_of_trl_that_is_imported_trains_as_there(
     config = transformers.LlamaConfig(**{**TINY_MODEL, "vocab_size": 512, "max_position_embeddings": 256})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained("base")
     tokenizer("llama3").save_pretrained("base")
-    given = {**PUBLISHED, **more}
+    given = {**RUNS["common"], **more}
     Path("theirs.yaml").write_text(json.dumps(given))
     capsys.readouterr()
     assert import_files(["theirs.yaml"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from portable.reporting.html_report import RunRecord
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
+from tests.parity import launched
+from tests.portable.data_support import write_jsonl
 from tests.ranks import RankPool
-from tests.runs import checked, configured, tiny
+from tests.runs import configured, tiny
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
@@ -187,12 +188,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A file with another field, and one like the training data."""
     folder = tmp_path_factory.mktemp("sources")
     found = {"news": folder / "news.jsonl", "code": folder / "code.jsonl"}
-    found["news"].write_text(
-        "".join(json.dumps({"body": f"line {i} of a small model that reads text"}) + "\n" for i in range(20))
-    )
-    found["code"].write_text(
-        "".join(json.dumps({"text": f"{i}: the loss falls while"}) + "\n" for i in range(30))
-    )
+    write_jsonl(found["news"], ({"body": f"line {i} of a small model that reads text"} for i in range(20)))
+    write_jsonl(found["code"], ({"text": f"{i}: the loss falls while"} for i in range(30)))
     return found
 
 
@@ -245,32 +242,10 @@ def test_evaluation_files_among_those_of_training_are_told(
     assert told not in build_data(configured(tmp_path, corpus, **given).data).sizes.warnings
 
 
-@pytest.mark.parametrize(
-    ("given", "told_so"),
-    [
-        (
-            {"checkpoint.keep_best": 1, "checkpoint.best_metric": "eval_f1"},
-            "checkpoint.best_metric: no evaluation of this run has eval_f1; it has eval_loss, eval_perp",
-        ),
-        (
-            {"train.metrics": ["tests.portable.test_metrics:long_words"], "checkpoint.keep_best": 1}
-            | {"checkpoint.best_metric": "eval_large"},
-            "checkpoint.best_mode: nothing tells whether a higher eval_large is better; set min or max",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(given: dict[str, Any], told_so: str, tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        run_rank("cpu", checked(None, tiny(tmp_path / "run", corpus) | given))
-    assert told_so in str(caught.value) and "\n" not in str(caught.value)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
     def written(name: str, labels: list[Any]) -> str:
-        rows = [{"text": f"text {i} " * 3, "label": label} for i, label in enumerate(labels)]
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
+        rows = ({"text": f"text {i} " * 3, "label": label} for i, label in enumerate(labels))
+        return str(write_jsonl(tmp_path / name, rows))
 
     def evals(training: list[Any], labels: list[Any]) -> list[Any]:
         settings = tiny(tmp_path, tmp_path / "train.jsonl") | {
@@ -295,10 +270,6 @@ def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
     )
 
 
-def on_rank(config: Any) -> int:
-    return run_rank("cpu", config)
-
-
 def test_on_ranks(sources: dict[str, Path], tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """Two ranks decide as one does, with real evaluations."""
     given = own(sources) | {"train__eval_every": 1, "train__steps": 6, "train__learning_rate": 3e-2}
@@ -308,7 +279,7 @@ def test_on_ranks(sources: dict[str, Path], tmp_path: Path, corpus: Path, ranks:
     for size in (1, 2):
         folder = tmp_path / str(size)
         config = configured(folder, corpus, strategy="full_shard", train__micro_batch_size=1, **given)
-        assert ranks.run(size, on_rank, config) == 0
+        assert ranks.run(size, launched, config) == 0
         found.append((kept(folder), read_metrics(folder)[-1]["eval_loss/code"]))
     assert found[0][0] == found[1][0] and found[0][1] == pytest.approx(found[1][1], rel=1e-5)
     assert found[0][0][-1] < 6  # it ended early

@@ -113,20 +113,6 @@ def test_what_a_callback_may_not_do(kind: str, told: str, tmp_path: Path, corpus
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("Nothing", "has none of the methods on_start, on_step"),
-        ("Misspelt", "there is no on_stop; there are on_start"),
-        ("Watching(stop=3)", "unexpected keyword argument 'stop'; did you mean stop_at"),
-    ],
-)
-def test_what_is_no_callback(name: str, told: str, tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.callbacks") as caught:
-        train(configured(tmp_path / "run", corpus, train__callbacks=f"{HERE}:{name}"))
-    assert told in str(caught.value) and not (tmp_path / "run").exists()
-
-
 class OfTheClass(Callback):
     """Of the class of the run's own, with one of its methods."""
 
@@ -150,7 +136,7 @@ def test_the_order_is_told_before_the_run(
     assert (tmp_path / "run" / "seen.txt").read_text() == "1"
 
 
-class Nothing:
+class Nothing:  # this and the next: ``command_line_refused.yaml``
     pass
 
 

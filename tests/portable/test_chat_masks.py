@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 import pytest
+import yaml
 
-from portable.data.sources.conversations import read_conversation, read_preference
+from portable.data.sources.conversations import ANSWERING, read_preference
 from portable.data.sources.documents import Document
 from portable.data.tokens.chat_template import ChatTemplate, Encoded, notes
 from portable.errors import UserError
@@ -29,29 +31,7 @@ from tests.portable.chat_support import (
 
 TODAY = {"strftime_now": datetime.now().date().isoformat()}  # GPT-OSS tells the model what day it is
 MARKED = [name for name, family in FAMILIES.items() if family.marked]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer", "description": "One."}},
-                "required": ["a"],
-            },
-        },
-    }
-]
-CALLS: list[dict[str, Any]] = [
-    {"role": "user", "content": "Add 2 and 3"},
-    {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}],
-    },
-    {"role": "tool", "name": "add", "content": "5"},
-    {"role": "assistant", "content": "It is 5."},
-]
+ROWS = yaml.safe_load(Path(__file__).with_name("chat_rows.yaml").read_text("utf-8"))
 
 
 def talks(name: str) -> dict[str, list[dict[str, Any]]]:
@@ -89,7 +69,7 @@ def test_marks_of_the_template(name: str) -> None:
     """Token for token what transformers makes of TRL's template, which is what TRL trains on."""
     cases: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [(talk, {}) for talk in talks(name).values()]
     if name in ("qwen2_5", "qwen3", "gptoss"):
-        cases.append((CALLS, {"tools": TOOLS}))
+        cases.append((ROWS["calls"], {"tools": ROWS["tools"]}))
     for messages, options in cases:
         tokens, mask = theirs(name, messages, **options)
         encoded = encode(name, template(f"{name}_training"), {"messages": messages, **options})
@@ -119,12 +99,6 @@ def test_answers_are_found_by_their_prefixes(name: str) -> None:
             left = tokenizer(name).decode(np.array(tokens)[extra])
             between = "<|end|>" if name == "gptoss" else ""  # which the last answer has in another form
             assert left == between.join([family.in_marks] * len(answers))
-
-
-def test_the_last_answer_alone() -> None:
-    for text in (template("llama3"), template("llama3_training")):
-        encoded = encode("llama3", text, {"messages": TALK}, train_on="last_assistant")
-        assert trained("llama3", encoded) == "You are welcome<|eot_id|>"
 
 
 THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
@@ -171,44 +145,29 @@ def test_everything() -> None:
     assert (encoded.stopping, len(encoded.ends)) == (1, 1)
 
 
-def test_a_switched_off_thought_is_not_trained() -> None:
-    """With enable_thinking false the prompt has the empty thought already."""
-    encoded = encode("qwen3", template("qwen3"), {"messages": GREETING}, kwargs={"enable_thinking": False})
-    assert trained("qwen3", encoded) == "It is 5.<|im_end|>\n"
-
-
-def test_a_generation_prompt_that_answers_do_not_begin_with() -> None:
-    encoded = encode("deepseekv3", template("deepseekv3"), {"messages": GREETING})
-    assert encoded.prompt_left == "<think>\n"
-    assert trained("deepseekv3", encoded) == "It is 5.<｜end▁of▁sentence｜>"
-    # Here <think> is no token, so that an answer may begin as it does.
-    messages = [GREETING[0], {"role": "assistant", "content": "<b>5"}]
-    encoded = encode("deepseekv3", template("deepseekv3"), {"messages": messages})
-    assert encoded.prompt_left == "<think>\n"
-    assert trained("deepseekv3", encoded) == "<b>5<｜end▁of▁sentence｜>"
-
-
-def test_arguments_of_calls_are_objects_or_text_as_the_template_needs() -> None:
-    """The first takes JSON objects, the second a string of JSON; OpenAI's format has strings."""
-    call = {"name": "add", "arguments": '{"a": 2}'}
-    messages = [CALLS[0], {"role": "assistant", "tool_calls": [{"function": call}]}, *CALLS[2:]]
-    assert '"arguments": {"a": 2}}' in trained(
-        "qwen2_5", encode("qwen2_5", template("qwen2_5"), {"messages": messages})
-    )
-    messages[1] = {**messages[1], "content": ""}
-    found = encode("deepseekv3", template("deepseekv3"), {"messages": messages}, train_on="all")
-    assert '```json\n{"a": 2}\n```' in trained("deepseekv3", found)
-
-
-def test_arguments_are_json_wherever_the_template_writes_them() -> None:
-    text = (
-        "{% for message in messages %}<|im_start|>{{ message.role + '\n' + message.content }}"
-        "{% for call in message.tool_calls %}{{ call.function.name + ' ' }}{{ call.function.arguments }}"
-        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    call = {"function": {"name": "add", "arguments": {"a": "é"}}}
-    messages = [GREETING[0], {**GREETING[1], "tool_calls": [call]}]
-    assert 'add {"a": "é"}<|im_end|>' in trained("qwen3", encode("qwen3", text, {"messages": messages}))
+@pytest.mark.parametrize("case", ROWS["rows"], ids=lambda case: case["it"])
+def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
+    family, name = case["family"], case.get("template", case["family"])
+    text = template(name) if "{" not in name else name
+    row = {key: case[key] for key in ("messages", "tools") if key in case}
+    options: dict[str, Any] = {"kwargs": TODAY, **case.get("options", {})}
+    chat = ChatTemplate(tokenizer(family), text, NO_FRAME, **options)
+    roles = frozenset(case.get("roles", ANSWERING))
+    if "refused" in case:
+        with pytest.raises(UserError, match=case["refused"]):
+            chat.encode([record(row, roles=roles)])
+        return
+    encoded = chat.encode([record(row, roles=roles)])
+    found = [trained(family, encoded, at) for at in range(len(encoded.tokens))]
+    assert found == case.get("trained", found)
+    assert all(part in found[0] for part in case.get("has", ()))
+    assert encoded.stopping == case.get("stopping", len(found))
+    assert case.get("unstopped", "") in encoded.unstopped
+    assert encoded.prompt_left == case.get("prompt_left", encoded.prompt_left)
+    if case.get("tokens") != "own":
+        more = {"chat_template": text, **options["kwargs"]}
+        whole = tokenizer(family).apply_chat_template(row["messages"], return_dict=False, **more)
+        assert encoded.tokens[0].tolist() == whole
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -216,19 +175,6 @@ def test_the_token_that_ends_an_answer(name: str) -> None:
     encoded = encode(name, tokenizer(name).chat_template, {"messages": GREETING})
     assert encoded.ends == {tokenizer(name).convert_tokens_to_ids(FAMILIES[name].answer_end): 1}
     assert (encoded.stopping, encoded.unstopped) == (1, "")
-
-
-def test_marks_whose_answers_end_with_another_added_token() -> None:
-    """Only the token that ends the turn makes a model stop."""
-    text = (
-        "{% for message in messages %}<|im_start|>{{ message.role + '\n' }}{% if message.role != 'user' %}"
-        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
-        "<|im_end|>\n{% endfor %}"
-    )
-    messages = [GREETING[0], {"role": "assistant", "content": "It is 5.</think>"}]
-    encoded = encode("qwen3", text, {"messages": messages})
-    assert (encoded.stopping, trained("qwen3", encoded)) == (0, "It is 5.</think>")
-    assert "then comes '<|im_end|>" in encoded.unstopped
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -249,53 +195,6 @@ def test_the_assistant_speaks_first(name: str) -> None:
     assert "system" not in "".join(found) and "assistant" not in "".join(found)
     assert found[0].removeprefix("<|channel|>final<|message|>").lstrip().startswith("It is 5.")
     assert "".join(found).count("It is 5.") == 2
-
-
-def test_a_beginning_that_cannot_be_told_is_refused() -> None:
-    """There is no generation prompt, so that a first answer begins anywhere."""
-    text = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
-    with pytest.raises(
-        UserError, match=r"chat.jsonl:1: the assistant speaks first, where .*a user speak first"
-    ):
-        encode("chatml", text, {"messages": [GREETING[1], *GREETING]})
-
-
-def test_the_template_sees_every_key() -> None:
-    """As in transformers: Gemma 4 reads tool_responses, Command A tool_plan, others recipient."""
-    text = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_plan }}{{ m.content }}"
-        "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}{{ m.tool_responses | tojson }}"
-        "{{ m.recipient }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    call = {"type": "function", "id": "x1", "index": 0, "function": {"name": "add", "arguments": {"a": 2}}}
-    answer = {"tool_calls": [call], "tool_responses": [{"name": "add", "response": {"value": 5}}]}
-    messages = [
-        {"role": "user", "content": "Add", "recipient": "all", "tool_plan": "", "tool_responses": []},
-        {"role": "assistant", "content": "5", **answer, "tool_plan": "I add.", "recipient": "user"},
-    ]
-    encoded = encode("chatml", text, {"messages": messages})
-    whole = tokenizer("chatml").apply_chat_template(messages, chat_template=text, return_dict=False)
-    assert encoded.tokens[0].tolist() == whole
-    assert trained("chatml", encoded).startswith("I add.5{") and '"value": 5}}]user' in trained(
-        "chatml", encoded
-    )
-
-
-LATE = [*GREETING, {"role": "system", "content": "Be long."}, *TALK[4:]]
-
-
-@pytest.mark.parametrize("role", ["system", "ipython", "function", "observation"])
-def test_messages_that_not_every_template_writes(role: str) -> None:
-    """They stand where the record has them, or the record is refused."""
-    messages = [*LATE[:2], {"role": role, "content": "Be long."}, *LATE[3:]]
-    encoded = encode("llama3", template("llama3"), {"messages": messages})
-    assert encoded.tokens[0].tolist() == tokenizer("llama3").apply_chat_template(messages, return_dict=False)
-    assert trained("llama3", encoded) == "It is 5.<|eot_id|>You are welcome<|eot_id|>"
-    with pytest.raises(
-        UserError, match=f"the template leaves out message 3, from {role}; use one that writes it"
-    ):
-        encode("gptoss", template("gptoss"), {"messages": messages})
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])
@@ -333,8 +232,7 @@ def test_roles_whose_messages_are_trained(name: str, roles: tuple[str, ...]) -> 
         messages = [*(SYSTEM if FAMILIES[family].system else []), *talk]
         if not FAMILIES[family].system and "system" in roles:
             continue
-        conversation = read_conversation({"messages": messages}, "messages", "x", frozenset(roles))
-        document = Document("", conversation=conversation)  # type: ignore[arg-type]
+        document = record({"messages": messages}, roles=frozenset(roles))
         encoded = ChatTemplate(tokenizer(family), template(name), NO_FRAME).encode([document])
         found = [trained(family, encoded, at) for at in range(len(encoded.tokens))]
         whole = tokenizer(family).apply_chat_template(
@@ -355,27 +253,6 @@ def test_roles_whose_messages_are_trained(name: str, roles: tuple[str, ...]) -> 
             if name == "qwen3" and "assistant" in roles and len(expected) > 1 and talk is TALK
             else 1
         )
-
-
-def test_roles_that_a_template_hides() -> None:
-    """Tools' outputs that one turn holds; a system prompt within a question, which cannot be told."""
-    row = {"messages": [*CALLS[:3], {**CALLS[2], "content": "6"}, CALLS[3]], "tools": TOOLS}
-    read = read_conversation(row, "messages", "x", frozenset({"tool"}))
-    encoded = ChatTemplate(tokenizer("qwen3"), template("qwen3"), NO_FRAME).encode(
-        [Document("", conversation=read)]  # type: ignore[arg-type]
-    )
-    assert trained("qwen3", encoded) == "5\n</tool_response>6\n</tool_response><|im_end|>\n"
-    read = read_conversation({"messages": SYSTEM + TALK}, "messages", "x:1", frozenset({"system"}))
-    with pytest.raises(UserError, match=r"x:1: where message 1, from system, .* leave system out of data.ro"):
-        ChatTemplate(tokenizer("gemma3"), template("gemma3"), NO_FRAME).encode(
-            [Document("", conversation=read)]  # type: ignore[arg-type]
-        )
-
-
-def test_a_question_that_says_so_is_trained() -> None:
-    messages = [{**TALK[0], "train": True}, {**TALK[1], "train": False}, *TALK[2:]]
-    found = trained("llama3", encode("llama3", template("llama3"), {"messages": messages}))
-    assert found.startswith("What is 2 + 3?<|eot_id|>7 ")
 
 
 def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
@@ -417,27 +294,7 @@ def test_a_newline_that_joins_the_answers_own() -> None:
         assert joined.decode(encoded.tokens[0][encoded.trained[0]]) == "\n\nIt is 5.<|im_end|>\n"
 
 
-def test_records_that_a_template_does_not_take() -> None:
-    messages = {"messages": SYSTEM + GREETING}
-    with pytest.raises(UserError, match=r"chat.jsonl:1: the template fails \(System role not supported\)"):
-        encode("gemma", template("gemma"), messages)
-    with pytest.raises(UserError, match="where message 3, an answer, begins and ends cannot be told"):
-        encode("mistral", template("mistral_v3"), messages)
+def test_answers_that_are_too_many_to_find() -> None:
     many = [{"role": role, "content": "x" * 1000} for _ in range(1000) for role in ("user", "assistant")]
     with pytest.raises(UserError, match=r"1,000 answers in .* characters are too many to find"):
         encode("llama3", template("llama3"), {"messages": many})
-
-
-def test_a_template_that_shows_only_lists_of_parts() -> None:
-    """As those of models for images: a string has no parts, so they would write an empty message."""
-    parts = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
-        "{% endfor %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    encoded = encode("chatml", parts, {"messages": TALK})
-    assert (
-        encoded.tokens[0].tolist() == encode("chatml", plain_chatml(), {"messages": TALK}).tokens[0].tolist()
-    )
-    assert trained("chatml", encoded).count("<|im_end|>") == 3

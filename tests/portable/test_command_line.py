@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
@@ -22,6 +23,7 @@ from portable.model import build as models
 from portable.output.output_dir import locked
 from portable.reporting.html_report import main as portable_report
 from tests.runs import TINY_MODEL, flags, tiny
+from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
@@ -109,49 +111,16 @@ def test_init(
     assert shlex.split(command)[-1] == f"{name}.yaml"
 
 
-def llama(**keys: Any) -> dict[str, Any]:
-    return {"model.config": {**TINY_MODEL, **keys}}
-
-
-REFUSED: list[tuple[dict[str, Any] | str, str]] = [
-    ({"train.micro_batch_size": 4}, "train.micro_batch_size|use 3"),
-    ({"train.epochs": 1e308, "train.steps": None}, "train.epochs|1e+308"),
-    ({"data.source": "no/such/file.jsonl"}, "data.source|no/such/file.jsonl"),
-    ({"data.source": "x" * 300}, "data.source|too long"),
-    ({"data.source": "a\0b.txt"}, "data.source|NUL"),
-    ({"data.text_field": "txt"}, "txt|text"),
-    ({"data.seq_len": 65}, "data.seq_len|max_position_embeddings"),
-    ({"data.tokenizer": "no/such/tokenizer"}, "data.tokenizer|no/such/tokenizer"),
-    ({"data.vocab_size": 400}, "data.tokenizer|model.config.vocab_size to at least 400"),
-    ({"model.config": {"model_type": "lama"}}, "model.config.model_type|llama"),
-    ({"model.config": None, "model.name_or_path": "no/such/model"}, "no such folder"),
-    (llama(hiden_size=3), "model.config.hiden_size|did you mean hidden_size?"),
-    (llama(hidden_size=0), "model.config|hidden_size is 0"),
-    (llama(hidden_size="big"), "error: model.config: Field 'hidden_size' expected int"),
-    (llama(num_attention_heads=0, pad_token_id=0), "model.config: num_attention_heads is 0"),
-    (llama(hidden_act="nonsense"), "model.config|hidden_act|nonsense"),
-    (llama(vocab_size=10**12), "data.vocab_size|1000000"),
-    ({"checkpoint.resume": "no/such/step"}, "checkpoint.resume|no/such/step"),
-    ({"strategy": "hybrid_shard", "fsdp.shard_group_size": 2}, "fsdp.shard_group_size|of 2"),
-    ({"log.trackers": ["wandb"]}, "log.trackers|pip install wandb"),
-    ({"output_dir": "a\0b"}, "output_dir"),
-    ({"backend": "gpu"}, "backend|did you mean cuda?"),
-    ({"backend": "cuda"}, "backend: cuda needs a GPU|--backend cpu"),
-    ("--nproc 1000", "--nproc|1000"),
-    ("--nproc 4", "train.global_batch_size|4 ranks|4 or 8"),
-    ("--backend xla --nproc 2", "--nproc|XLA"),
-    ("--profile --eval-only", "--profile|--eval-only"),
-    ("--json values.json", "--json|add --eval-only"),
-    ("--eval-only --json .", "--json|is a folder; name a file"),
-    (f"--eval-only --json {__file__}", "--json|has no evaluation; name another file"),
-    ("--accelerate-config no-such.yaml", "no-such.yaml"),
+REFUSED = yaml.safe_load(Path(__file__).with_name("command_line_refused.yaml").read_text("utf-8"))
+REFUSED += [
+    {"settings": {"data.source": "x" * 300}, "words": ["data.source", "too long"]},
+    {"flags": f"--eval-only --json {__file__}", "words": ["--json", "has no evaluation; name another file"]},
 ]
 
 
-@pytest.mark.parametrize(("given", "words"), REFUSED, ids=lambda value: str(value)[:60].replace("\0", ""))
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: "".join(row["words"]))
 def test_each_is_refused_before_anything_is_written(
-    given: dict[str, Any] | str,
-    words: str,
+    row: dict[str, Any],
     tmp_path: Path,
     corpus: Path,
     capsys: pytest.CaptureFixture[str],
@@ -159,14 +128,16 @@ def test_each_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    settings, arguments = tiny(tmp_path / "out", corpus), []
-    if isinstance(given, dict):
-        settings |= given
-    else:
+    settings = tiny(tmp_path / "out", corpus) | row.get("settings", {})
+    if "type" in row:
+        task = settings.get("model.task", "causal-lm")
+        settings["model.config"] = {**tiny_config(row["type"], task), **row.get("config", {})}
+    if "llama" in row:
+        settings["model.config"] = {**TINY_MODEL, **row["llama"]}
+    if "flags" in row:
         del settings["backend"]
-        arguments = given.split()
-    line = refusal(capsys, [*flags(settings), *arguments])
-    for word in words.split("|"):
+    line = refusal(capsys, [*flags(settings), *row.get("flags", "").split()])
+    for word in row["words"]:
         assert word in line
     assert not (tmp_path / "out").exists()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import NllbTokenizer
@@ -145,18 +144,3 @@ def test_classes_of_a_hub_data_set(settings: Settings, monkeypatch: pytest.Monke
     data = build_data(given, task="sequence-classification", known_classes=known)
     assert data.label_names == known.names
     assert [int(data.train[i]["labels"]) for i in range(20)] == [2 - label for label in found]
-
-
-@pytest.mark.parametrize(
-    ("changes", "task", "told"),
-    [
-        ({"seq_len": 10**6}, "causal-lm", "data.seq_len: the source has"),
-        ({}, "speech", "model.task: 'speech' is not one of causal-lm"),
-        ({}, "seq2seq-lm", "data.target_field: "),
-    ],
-)
-def test_what_it_refuses(settings: Settings, changes: dict[str, Any], task: str, told: str) -> None:
-    with pytest.raises(UserError) as caught:
-        build_data(replace(settings, **changes), task=task)
-    assert told in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from portable.data.sources import opening
 from portable.data.sources.opening import StreamedFiles
@@ -164,22 +165,7 @@ def test_an_object_store_has_the_same(
 
 # -- runs ---------------------------------------------------------------------------------------------------
 
-TALKS, WEB = "conversations.jsonl", "web/*.jsonl"
-RUNS: dict[str, dict[str, Any]] = {
-    "texts": {},
-    "conversations": {"data__source": TALKS},
-    "what users say": {"data__source": TALKS, "data__roles_to_train": ["user"], "data__packing": True},
-    "a stream": {"data__source": WEB, "data__stream": True, "data__eval_fraction": 0.0},
-    "a mixture": {
-        "data__sources": [
-            {"name": "texts", "source": "corpus.jsonl", "weight": 1},
-            {"name": "talks", "source": TALKS, "weight": 2},
-            {"name": "web", "source": WEB, "stream": True, "weight": 1},
-        ],
-        "data__weight_schedule": [{"step": 4, "weights": {"texts": 2, "web": 1}}],
-        "train__eval_every": 4,
-    },
-}
+RUNS = yaml.safe_load(Path(__file__).with_name("contract_runs.yaml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("kind", RUNS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -18,25 +19,7 @@ from tests.portable.data_support import Settings, replace, write_jsonl
 from tests.runs import TINY_MODEL
 
 WORDS = [f"w{number}" for number in range(40)]
-KINDS: dict[str, dict[str, Any]] = {
-    "bert": {
-        "pair": "[CLS] $A [SEP] $B:1 [SEP]:1",
-        "single": "[CLS] $A [SEP]",
-        "names": ["input_ids", "token_type_ids", "attention_mask"],
-    },
-    "roberta": {
-        "pair": "[CLS] $A [SEP] [SEP] $B [SEP]",
-        "single": "[CLS] $A [SEP]",
-        "names": ["input_ids", "attention_mask"],
-    },
-    "xlnet": {
-        "pair": "$A:0 [SEP]:0 $B:1 [SEP]:1 [CLS]:2",
-        "single": "$A:0 [SEP]:0 [CLS]:2",
-        "names": ["input_ids", "token_type_ids", "attention_mask"],
-        "padding_side": "left",
-        "pad_token_type_id": 3,
-    },
-}
+KINDS = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))
 
 
 def tokenizer_of(folder: Path, kind: str) -> Any:
@@ -151,19 +134,6 @@ def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
     settings = translations(tmp_path, source=str(source), text_field="a.b", target_field="a.b", seq_len=8)
     data = build_data(settings, task="seq2seq-lm")
     assert data.tokenizer.decode(data.train[0]["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
-
-
-def test_a_field_that_is_not_there(tmp_path: Path) -> None:
-    for field, words in (
-        (
-            "translation.em",
-            "no field 'translation.em'; the fields are translation.en, translation.de; did you ",
-        ),
-        ("translation", "'translation' is of type dict, not a string; choose a field in it, such as tr"),
-        ("translation.en.x", "no field 'translation.en.x'"),
-    ):
-        with pytest.raises(UserError, match=f"^data.text_field: .*{words}"):
-            build_data(translations(tmp_path, text_field=field), task="seq2seq-lm")
 
 
 def test_advice_on_a_length_can_be_followed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from portable.data.sources import files, rows
 from portable.data.sources.documents import Document
@@ -23,6 +24,7 @@ ROWS = [
     {"text": "", "n": 3},
     {"text": "drei ß", "n": 4},
 ]
+REFUSED = yaml.safe_load(Path(__file__).with_name("sources_refused.yaml").read_text("utf-8"))
 TEXTS = ["one", "two\nlines", "drei ß"]
 
 
@@ -139,52 +141,13 @@ def test_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytes
 # --- what is refused
 
 
-def test_missing_files(tmp_path: Path) -> None:
-    for name in ("missing.jsonl", str(tmp_path / "missing"), "./missing", "~/missing-folder"):
-        assert refusal(name) == f"data.source: {name}: no such file or folder; check the path"
-    assert "no file matches" in refusal(str(tmp_path / "*.txt"))
-    assert "has no .txt, .jsonl, .json, .csv, .parquet files" in refusal(str(tmp_path))
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    assert "missing/data: no such file" in refusal([str(tmp_path / "a.txt"), "missing/data"])
-    assert "a.txt: it is not UTF-8 text" in refusal(str(tmp_path / "a.txt"))
-    (tmp_path / "a.docx").write_text("a")
-    assert "a.docx: cannot read this kind of file; use .txt" in refusal(str(tmp_path / "a.docx"))
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        (b'{"text": "a"', "not a line of JSON"),
-        (b'{"text": "\xff"}', "not UTF-8"),
-        (b'{"text": null}', "'text' is null, not a string"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, told: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    message = refusal(str(path))
-    assert f"{path}:3: " in message
-    assert told in message
-
-
-def test_bad_targets_and_labels(tmp_path: Path) -> None:
-    row = {"text": "a", "target": 1, "label": {"a": 1}, "several": [1, None]}
-    path = str(write_jsonl(tmp_path / "a.jsonl", [row]))
-    assert "data.target_field: " in refusal(path, "seq2seq-lm", target_field="target")
-    assert "'label' is of type dict, not a class" in refusal(path, "sequence-classification")
-    assert "'several' is null, not a class" in refusal(path, "sequence-classification", label_field="several")
-    assert "did you mean 'label.a'?" in refusal(path, "sequence-classification", label_field="labels")
-    (tmp_path / "a.txt").write_text("a")
-    assert "data.label_field: " in refusal(str(tmp_path / "a.txt"), "sequence-classification")
-    assert "data.target_field: the standard" in refusal(None, "seq2seq-lm", target_field="target")
-
-
-def test_settings_that_make_no_sense(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    assert "data.max_samples: 0" in refusal(None, max_samples=0)
-    assert "data.source: it is empty" in refusal("")
-    assert "data.source: it is empty" in refusal([])
-    assert "data.config_name: 'x'" in refusal(str(tmp_path / "a.txt"), config_name="x")
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["line"])
+def test_what_is_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in row.get("files", {}).items():
+        Path(name).write_bytes(content.encode("latin-1"))
+    message = refusal(row["source"], row.get("task", "causal-lm"), **row.get("data", {}))
+    assert row["line"] in message and row.get("also", "") in message
 
 
 def test_the_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

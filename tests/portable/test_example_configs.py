@@ -6,20 +6,20 @@ an accelerator runs on CPU ranks or virtual XLA devices.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from portable.config import RunConfig, load_config
+from portable.config import load_config
 from portable.config.reference import ROOT
 from portable.data.dataset import build_data
-from portable.reporting.metrics import read_metrics
-from portable.run.rank import run_rank
 from tests.engines import Engines
-from tests.runs import configured
+from tests.parity import launched
+from tests.portable.data_support import write_jsonl
+from tests.runs import configured, losses
 
 CONFIGS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.ops("async_io") if "nvme" in path.stem else ())
@@ -32,16 +32,7 @@ TRAINED = [
     )
     for one in CONFIGS
 ]
-SMALL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 64,
-}
+SMALL = yaml.safe_load(Path(__file__).with_name("example_configs_small.yaml").read_text("utf-8"))
 RANKS = {"hybrid_shard": 4}
 KINDS = {"Qwen": "qwen3", "google-bert": "bert"}
 
@@ -53,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, 
     tokenizer = build_data(configured(folder, corpus).data).tokenizer
     for kind in KINDS.values():
         make: Any = AutoModelForSequenceClassification if kind == "bert" else AutoModelForCausalLM
-        make.from_config(AutoConfig.for_model(kind, **SMALL)).save_pretrained(folder / kind)
+        make.from_config(AutoConfig.for_model(kind, **SMALL["model"])).save_pretrained(folder / kind)
         tokenizer.save_pretrained(folder / kind)
     return {kind: folder / kind for kind in KINDS.values()}
 
@@ -62,11 +53,9 @@ def models(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, 
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reviews") / "reviews.jsonl"
     for name, first in ((path.name, 0), ("others.jsonl", 80)):
-        rows = (
-            {"sentence": f"film {i} is {('dull', 'fine')[i % 2]}", "label": i % 2}
-            for i in range(first, first + 80)
-        )
-        path.with_name(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        said = ((i, ("dull", "fine")[i % 2]) for i in range(first, first + 80))
+        rows = ({"sentence": f"film {i} is {word}", "label": i % 2} for i, word in said)
+        write_jsonl(path.with_name(name), rows)
     return path
 
 
@@ -94,23 +83,6 @@ def here(path: Path, folder: Path, models: dict[str, Path], corpus: Path, review
     return settings
 
 
-SHORT: dict[str, Any] = {
-    "train.epochs": None,
-    "train.steps": 2,
-    "train.warmup_steps": 1,
-    "train.global_batch_size": 16,
-    "train.eval_every": 2,
-    "train.eval_batches": 1,
-    "log.every_steps": 1,
-    "log.trackers": [],
-    "log.sample_tokens": 4,
-}
-
-
-def leg(config: RunConfig) -> int:
-    return run_rank(config.backend, config)
-
-
 @pytest.mark.parametrize("path", TRAINED)
 def test_trains(
     path: Path,
@@ -120,10 +92,10 @@ def test_trains(
     reviews: Path,
     engines: Engines,
 ) -> None:
-    settings = here(path, tmp_path / "run", models, corpus, reviews) | SHORT
+    settings = here(path, tmp_path / "run", models, corpus, reviews) | SMALL["run"]
     config = load_config(path, settings)
     name, size = ("xla", 4) if config.backend == "xla" else (config.strategy, RANKS.get(config.strategy, 2))
-    assert engines.run(name, size, leg, config) == 0
-    losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
-    assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
+    assert engines.run(name, size, launched, config) == 0
+    found = losses(tmp_path / "run").values()
+    assert len(found) == 2 and all(0 < loss < 10 for loss in found)
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

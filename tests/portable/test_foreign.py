@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from converters import open_checkpoint
 from portable.checkpoint.external import is_checkpoint_of_run, open_external
@@ -39,6 +40,7 @@ from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
+ROWS = yaml.safe_load(Path(__file__).with_name("foreign_rows.yaml").read_text("utf-8"))
 GOES_ON = 3  # steps
 BATCH = 4
 TOLERANCE = 1e-5
@@ -252,13 +254,7 @@ def test_what_is_told_where_the_person_decides(
 
 
 def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = {
-        "trainer": ["checkpoint-3", "exp_avg, exp_avg_sq, step of 20 parameters, F32; 3 steps", "base_lrs"],
-        "trainer-zero2": ["DeepSpeed ZeRO-2, 2 ranks", "global_steps in the shards", "global_samples"],
-        "torchtitan": ["torchtitan, 2 ranks", "3 (train_state.step in the shards)"],
-        "trainer-model-only": ["none: a run can start from the weights"],
-    }
-    for name, expected in words.items():
+    for name, expected in ROWS["resume_info"].items():
         assert main(["--resume-info", str(foreign / name)]) == 0
         said = capsys.readouterr().out
         for word in expected:
@@ -302,41 +298,19 @@ def set_back(step: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "global_step": 2}))
 
 
-def nothing(step: Path) -> None:
-    pass
-
-
-REFUSED: list[tuple[str, Any, dict[str, Any], list[str]]] = [
-    ("model only", lose_state, {}, ["no optimizer state", "set model.name_or_path to"]),
-    ("flipped", flip, {}, ["optimizer.pt", "checksum"]),
-    ("two steps", set_back, {}, ["is at step 2 (global_step", "taken 3", "set checkpoint.resume_step"]),
-    ("deeper", nothing, {"model__config__num_hidden_layers": 3}, ["has no model.layers.2", "and 6 more"]),
-    ("flatter", nothing, {"model__config__num_hidden_layers": 1}, ["model.layers.1", "does not have"]),
-    ("wider", nothing, {"model__config__intermediate_size": 96}, ["of shape [80, 48], the model of [96"]),
-    ("optimizer", nothing, {"train__optimizer": "adafactor"}, ["exp_avg_sq", "set train.optimizer to adamw"]),
-    ("finished", nothing, {"train__steps": 3}, ["ends after step 3", "train.steps", "resume_step to 0"]),
-    ("no such", nothing, {"checkpoint__resume": "no/such"}, ["checkpoint.resume", "does not exist"]),
-    ("auto", nothing, {"checkpoint__resume": "auto", "checkpoint__resume_step": 1}, ["resume_step 1 is for"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("damage", "settings", "words"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED]
-)
+@pytest.mark.parametrize("row", ROWS["refused"], ids=lambda row: row["it"])
 def test_refused(
-    damage: Any,
-    settings: dict[str, Any],
-    words: list[str],
+    row: dict[str, Any],
     trainer: Path,
     corpus: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    damage(trainer / f"checkpoint-{STEPS}")
+    if "damage" in row:
+        globals()[row["damage"]](trainer / f"checkpoint-{STEPS}")
     common = begun(trainer, corpus, tmp_path / "run", **AS_BEFORE)
-    changed = {key.replace("__", "."): value for key, value in settings.items()}
-    line = refusal(capsys, flags(common | changed))
-    for word in words:
+    line = refusal(capsys, flags(common | row.get("settings", {})))
+    for word in row["words"]:
         assert word in line
     assert not (tmp_path / "run").exists()
 

@@ -74,36 +74,7 @@ def test_a_hint_can_be_followed(hint: str) -> None:
     assert found or named or told or any(words in hint for words in plain)
 
 
-POPULAR = re.findall(
-    r"\w+",
-    """
-    adam_beta1 adam_beta2 adam_epsilon adapter_name_or_path attn_implementation base_model beta bf16
-    block_size bnb_4bit_quant_type chat_template cutoff_len data_seed dataloader_num_workers dataset
-    dataset_config_name dataset_dir dataset_mixture dataset_name dataset_num_proc dataset_prepared_path
-    dataset_test_split dataset_text_field dataset_train_split datasets ddp_timeout disable_dropout
-    disable_gradient_checkpointing do_eval do_train dtype ema_decay eot_tokens eval_sample_packing
-    eval_steps eval_strategy evaluation_strategy evals_per_epoch field_messages finetuning_type
-    flash_attention flash_attn formatting_func fp16 fsdp fsdp_config gradient_accumulation_steps
-    gradient_checkpointing gradient_checkpointing_kwargs hub_model_id hub_strategy image_max_pixels
-    ld_alpha learning_rate liger_rms_norm load_best_model_at_end load_in_4bit load_in_8bit log_level
-    logging_first_step logging_steps logging_strategy lora_alpha lora_dropout lora_model_dir lora_r
-    lora_rank lora_target lora_target_linear lora_target_modules loraplus_lr_ratio loss_type
-    lr_scheduler lr_scheduler_type mask_history max_grad_norm max_length max_prompt_length max_samples
-    max_seq_length max_source_length max_steps max_target_length max_train_samples message_field_role
-    micro_batch_size missing_eos_penalty model_max_length model_name_or_path model_revision model_type
-    num_epochs num_generations num_train_epochs optim optimizer output_dir overwrite_cache
-    overwrite_output_dir packing pad_to_sequence_len per_device_eval_batch_size
-    per_device_train_batch_size plot_loss plugins precompute_ref_log_probs pref_beta pref_ftx pref_loss
-    preprocessing_num_workers push_to_hub quantization_bit remove_unused_columns report_to
-    resume_from_checkpoint reward_model_path roles roles_to_train router_aux_loss_coef rpo_alpha
-    run_name sample_packing save_only_model save_steps save_strategy save_total_limit saves_per_epoch
-    seed sequence_len source_prefix special_tokens stage strict template text_column tf32 tokenizer_name
-    tokenizer_type torch_compile torch_dtype train_file train_on_inputs trust_remote_code
-    unfrozen_parameters use_liger_kernel use_peft val_set_size val_size validation_file
-    validation_split_percentage vllm_mode wandb_entity wandb_project wandb_watch warmup_ratio
-    warmup_steps weight_decay
-    """,
-)
+POPULAR = Path(__file__).with_name("imports").joinpath("popular.txt").read_text("utf-8").split()
 """Used most in the examples of transformers, TRL, alignment-handbook, axolotl and LLaMA-Factory."""
 
 

@@ -76,37 +76,18 @@ def test_devices_that_share_a_sequence_or_a_layer_take_one_batch(
     assert counts[1] == counts[0] // 2
 
 
-OF_TRL = {"model_name_or_path": "org/model", "dataset_name": "org/data"}
-OF_PAIRS = {"finetuning_type": "full", "stage": "dpo", "pref_ftx": 0.5}
+KEYS = yaml.safe_load((IMPORTS / "keys.yaml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (OF_TRL, {"data.seq_len": 1023, "train.learning_rate": 2e-5}),
-        (OF_TRL | {"beta": 0.2}, {"train.loss": "dpo(beta=0.2)", "train.learning_rate": 1e-6}),
-        (
-            OF_TRL | {"loss_type": ["hinge", "sft"], "loss_weights": [1, 0.5]},
-            {"train.loss": "dpo(beta=0.1, loss_type='hinge', sft=0.5)"},
-        ),
-        (OF_TRL | {"max_length": 64, "context_parallel_size": 2}, {"data.seq_len": 64}),  # in equal parts
-        (OF_TRL | {"truncation_mode": "keep_end"}, {"data.truncation": "start"}),
-        (OF_TRL | {"activation_checkpointing": True}, {"memory.activation_checkpointing": "full"}),
-        (OF_PAIRS | {"pref_loss": "hinge"}, {"train.loss": "dpo(beta=0.1, loss_type='hinge', sft=0.5)"}),
-        (OF_PAIRS | {"pref_loss": "ipo"}, {"train.loss": "ipo(beta=0.1, sft=0.5)"}),
-        (OF_PAIRS | {"pref_loss": "orpo"}, {"train.loss": "orpo"}),
-        ({"base_model": "a", "rl": "simpo", "rl_beta": 3}, {"train.loss": "simpo(beta=3)"}),
-    ],
-)
-def test_what_a_file_means_to_its_program(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = read(Document(given, {}), "theirs.yaml").values
-    assert {key: found[key] for key in expected} == expected
-    load_config(None, {"data.format": "preference" if "train.loss" in expected else "auto", **expected})
-
-
-def test_a_switch_that_is_off_sets_nothing() -> None:
-    found = read(Document(OF_TRL | {"bf16": False, "load_in_4bit": "no"}, {}), "theirs.yaml").values
-    assert found.keys().isdisjoint(("precision", "adapter.type", "adapter.base"))
+@pytest.mark.parametrize("row", KEYS, ids=lambda row: json.dumps(row["given"]))
+def test_what_a_file_means_to_its_program(row: dict[str, Any]) -> None:
+    found = read(Document(row["given"], {}), "theirs.yaml")
+    assert not found.refused
+    expected = row["comes_to"]
+    assert {key: found.values.get(key) for key in expected} == expected
+    assert found.values.keys().isdisjoint(row.get("unset", ()))
+    pairs = {"data.format": "preference"} if "train.loss" in expected else {}
+    load_config(None, {**pairs, **{key: value for key, value in expected.items() if value is not None}})
 
 
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,42 +118,6 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert line in capsys.readouterr().err
 
 
-DECAY = {"total_num_steps": 50, "warmup_type": "linear"}
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"gradient_clipping": 0}, {"train.max_grad_norm": None}),
-        ({"fp16": {"enabled": False}}, {"precision": "fp32"}),
-        ({"optimizer": ADAMW}, {"train.weight_decay": 0.0, "train.betas": [0.9, 0.999]}),
-        ({"optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}, {"train.betas": [0.8, 0.95]}),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": DECAY}},
-            {
-                "train.steps": 50,
-                "train.warmup_steps": 1000,
-                "train.learning_rate": 0.001,
-                "train.schedule_params": {"warmup_type": "linear"},
-            },
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}},
-            {"memory.offload_optimizer": "cpu", "memory.offload_params": None},
-        ),
-        ({"bf16": {"enabled": 1}}, {"precision": "bf16"}),
-        ({"fp16": {"enabled": "t", "hysteresis": 3}}, {"precision": "fp16", "fp16.hysteresis": 3}),
-    ],
-    ids=lambda one: next(iter(one)),
-)
-def test_a_json_means_what_it_means_to_deepspeed(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    """What a launch takes from it is compared with DeepSpeed's parser, by the same table."""
-    found = read(Document({"zero_optimization": {"stage": 3}, "train_batch_size": 8, **given}, {}), "ds.json")
-    assert not found.refused
-    assert {key: found.values.get(key) for key in expected} == expected
-
-
 def test_a_json_with_comments_and_tabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hjson")
     path = tmp_path / "ds.json"
@@ -200,7 +145,9 @@ def test_a_default_of_a_program_yields_to_what_another_file_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deepspeed = json.loads((IMPORTS / "deepspeed.json").read_text("utf-8"))
-    (tmp_path / "ds.json").write_text(json.dumps({**deepspeed, "optimizer": ADAMW}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({**deepspeed, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}})
+    )
     (tmp_path / "trl.yaml").write_text("model_name_or_path: org/model\ndataset_name: a\nweight_decay: 0.2\n")
     files = [str(tmp_path / name) for name in ("ds.json", "trl.yaml")]
     for names in (files, files[::-1]):

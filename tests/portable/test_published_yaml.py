@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import (
@@ -21,7 +21,7 @@ from portable.config import Invocation, RunConfig, parse_args
 from portable.errors import UserError
 from tests.published import Shape, shapes
 
-SHAPES = shapes("accelerate.json")
+SHAPES = shapes("accelerate.json") + shapes("accelerate_keys.yaml")
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -33,14 +33,14 @@ def beside_a_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def invoked(shape: Shape, folder: Path) -> Invocation:
     file = folder / "accelerate.yaml"
-    file.write_text(json.dumps(shape.config))
+    file.write_text(yaml.safe_dump(shape.config, sort_keys=False))
     return parse_args(["--accelerate-config", str(file)])
 
 
 def launched(folder: Path) -> tuple[Any, dict[str, str]]:
     """What ``accelerate launch`` makes of the file: its arguments and the ranks' environment."""
     file, counted = str(folder / "accelerate.yaml"), []
-    if json.loads((folder / "accelerate.yaml").read_text()).get("num_processes") in (None, -1):
+    if yaml.safe_load((folder / "accelerate.yaml").read_text()).get("num_processes") in (None, -1):
         counted = ["--num_processes", "1"]  # as it demands
     given = launch_command_parser().parse_args(["--config_file", file, *counted, "train.py"])
     arguments, defaults, with_precision = _validate_launch_command(given)
@@ -142,6 +142,7 @@ def test_is_what_accelerate_makes_of_it(
         given = shape.config.get("fsdp_config") or {}
         for name, ours, theirs in pairs(invocation.config, given, arguments, environment):
             assert (name, ours) == (name, theirs)
+    assert {key: invocation.config.get(key) for key in shape.comes_to} == shape.comes_to
     assert invocation.gpu_ids == environment.get("CUDA_VISIBLE_DEVICES")
     if shape.config.get("num_processes", -1) != -1 and not arguments.tpu:
         assert invocation.nproc == arguments.num_processes

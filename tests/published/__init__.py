@@ -2,14 +2,18 @@
 
 ``deepspeed.json`` and ``accelerate.json`` hold the keys and values that matter, one shape a line. Blocks that
 many have in common stand once: ``"<name>"`` is such a block, and ``"...": ["name"]`` puts its keys in.
+The YAML files have keys that no published file shows, with what each must come to.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,11 @@ class Shape:
 
     Attributes:
         name: of the shape.
-        seen: repository and file where the pattern was seen.
         config: what the file says.
+        seen: repository and file where the pattern was seen.
+        beside: settings of the run, by dotted key.
+        comes_to: some settings of the run that it becomes, beside what is compared with the other program.
+        apart: what is not as the other program has it, as a note says.
         told: words of the notes that a person is given; none is left out.
         refused: a regular expression that the refusal's line matches; empty where the file is taken.
         why: the reason for the refusal. ``DeepSpeed`` or ``Accelerate``: its own parser refuses as well.
@@ -27,9 +34,12 @@ class Shape:
     """
 
     name: str
-    seen: str
     config: dict[str, Any]
-    told: tuple[str, ...] = ()
+    seen: str = ""
+    beside: dict[str, Any] = field(default_factory=dict)
+    comes_to: dict[str, Any] = field(default_factory=dict)
+    apart: Sequence[str] = ()
+    told: Sequence[str] = ()
     refused: str = ""
     why: str = ""
     ranks: int = 8
@@ -37,7 +47,8 @@ class Shape:
 
 def shapes(name: str) -> list[Shape]:
     """Those of the file ``name`` in this folder."""
-    found = json.loads((Path(__file__).parent / name).read_text())
+    text = (Path(__file__).parent / name).read_text()
+    found = {"shapes": yaml.safe_load(text)} if name.endswith(".yaml") else json.loads(text)
     blocks = found.get("blocks", {})
 
     def whole(value: Any) -> Any:
@@ -48,7 +59,5 @@ def shapes(name: str) -> list[Shape]:
         around = {key: item for part in value.get("...", ()) for key, item in whole(blocks[part]).items()}
         return around | {key: whole(item) for key, item in value.items() if key != "..."}
 
-    return [
-        Shape(**{**shape, "config": whole(shape["config"]), "told": tuple(shape.get("told", ()))})
-        for shape in found["shapes"]
-    ]
+    named = ({"name": json.dumps(shape["config"]), **shape} for shape in found["shapes"])
+    return [Shape(**{**shape, "config": whole(shape["config"])}) for shape in named]
