@@ -29,7 +29,7 @@ from portable.run.rank import run_rank
 from portable.terminal import tell
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY, ObjectStore
 from tests.ranks import RankPool, wait_for
-from tests.runs import configured, flags, tiny
+from tests.runs import configured, flags, tiny, weights
 from tests.xla import XlaPool
 
 EIGHT = "checkpoints/step-000008"
@@ -53,7 +53,7 @@ def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
 
 def check_same(s3: ObjectStore, local: Path) -> None:
     """The run in the bucket, and the one on this disk that nothing disturbed."""
-    assert s3.get("run/final/model.safetensors") == (local / "final" / "model.safetensors").read_bytes()
+    assert s3.get("run/final/model.safetensors") == weights(local)
     rows = [json.loads(line) for line in s3.get("run/metrics.jsonl").splitlines()]
     assert losses(rows) == losses(read_metrics(local))
 
@@ -74,17 +74,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 def test_a_run_in_a_bucket(
     s3: ObjectStore, undisturbed: Path, tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Stopped, and gone on with on another machine, while the store fails now and then."""
     settings: dict[str, Any] = {
         "checkpoint__staging_dir": str(tmp_path / "staging"),
         "checkpoint__every_steps": 2,
         "checkpoint__keep": 2,
         "log__trackers": ["tensorboard"],
     }
+    faults = [
+        s3.fail(status=503, method="PUT", every=4),
+        s3.fail(drop=True, method="GET", every=5),
+        s3.fail(drop=True, after=True, method="POST", every=3),  # done, but the answer is lost
+        s3.fail(cut=True, method="GET", key="distcp", every=7),
+    ]
     assert leg(s3.url("run"), corpus, train__stop_after=5, checkpoint__async=False, **settings) == 0
     assert steps_in(s3) == ["step-000004", "step-000005"]
     assert not s3.names("run/final/")
-    shutil.rmtree(tmp_path / "staging")  # another machine
+    shutil.rmtree(tmp_path / "staging")
     assert leg(s3.url("run"), corpus, **settings) == 0
+    assert all(fault.done for fault in faults[:2])
+    s3.heal()
     check_same(s3, undisturbed)
     assert steps_in(s3) == ["step-000006", "step-000008"]
     found = s3.tree("run")
@@ -125,18 +134,40 @@ def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(place, corpus, **settings)
 
 
-def test_hosts_that_share_no_disk(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 1}
-    assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory, corpus: Path, ranks: RankPool) -> Path:
+    """The same run on two ranks."""
+    folder = tmp_path_factory.mktemp("on_two") / "run"
+    assert ranks.run(2, local_leg, folder, corpus, {"train__micro_batch_size": 1}) == 0
+    return folder
+
+
+def test_hosts_that_share_no_disk(
+    s3: ObjectStore, on_two: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings = {"train__micro_batch_size": 1}
     s3.put("texts/corpus.jsonl", corpus.read_bytes())
     there = (s3.url("run"), s3.url("texts/*.jsonl"), tmp_path / "hosts", s3.environment)
     assert ranks.run(2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
     of_ranks = {name for name in s3.names("run/checkpoints/step-000005/") if "_1_" in name or "_0_" in name}
     assert len(of_ranks) >= 2, "each rank has sent its own"
-    assert (tmp_path / "hosts" / "host-0" / "cache").is_dir()
-    assert (tmp_path / "hosts" / "host-1" / "cache").is_dir()
+    assert all((tmp_path / "hosts" / f"host-{rank}" / "cache").is_dir() for rank in (0, 1))
     assert ranks.run(2, rank_leg, *there, settings) == 0
-    check_same(s3, tmp_path / "whole")
+    check_same(s3, on_two)
+
+
+def test_resume_from_a_url(
+    s3: ObjectStore, on_two: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    """A folder that was copied to the bucket, without markers; each rank fetches its own shards of it."""
+    s3.put_tree(on_two / "checkpoints" / "step-000004", "copied")
+    size = sum(len(data) for name, data in s3.tree("copied").items() if name.endswith(".distcp"))
+    settings: dict[str, Any] = {"train__micro_batch_size": 1, "checkpoint__resume": s3.url("copied")}
+    assert ranks.run(2, rank_leg, s3.url("run"), str(corpus), tmp_path, s3.environment, settings) == 0
+    assert s3.get("run/final/model.safetensors") == weights(on_two)
+    fetched = s3.bytes_out("copied/__")
+    # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
+    assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
 
 
 def test_xla(s3: ObjectStore, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
@@ -146,20 +177,6 @@ def test_xla(s3: ObjectStore, tmp_path: Path, corpus: Path, xla: XlaPool) -> Non
     assert xla.run(2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
     assert xla.run(2, rank_leg, *there, settings) == 0
     check_same(s3, tmp_path / "whole")
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
-    faults = [
-        s3.fail(status=503, method="PUT", every=4),
-        s3.fail(drop=True, method="GET", every=5),
-        s3.fail(drop=True, after=True, method="POST", every=3),  # done, but the answer is lost
-        s3.fail(cut=True, method="GET", key="distcp", every=7),
-    ]
-    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
-    assert leg(s3.url("run"), corpus) == 0
-    check_same(s3, undisturbed)
-    assert all(fault.done for fault in faults[:2])
 
 
 @pytest.mark.usefixtures("brief_runs")
@@ -274,11 +291,22 @@ def test_killed_while_it_sends(
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_a_damaged_checkpoint_is_set_aside(
-    s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+def test_an_outage_is_no_damage_and_damage_is_set_aside(
+    s3: ObjectStore,
+    undisturbed: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert leg(s3.url("run"), corpus, checkpoint__every_steps=2, train__stop_after=6) == 0
     name = "run/checkpoints/step-000006/__0_0.distcp"
+    with monkeypatch.context() as patched:
+        patched.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
+        s3.fail(drop=True, method="GET", key="step-000006/__0")
+        with pytest.raises(RunError, match=r"checkpoint.resume: .*step-000006"):
+            leg(s3.url("run"), corpus)
+    s3.heal()
+    assert s3.names("run/checkpoints/step-000006/_COMPLETE")
     content = bytearray(s3.get(name))
     content[len(content) // 3] ^= 1
     s3.put(name, bytes(content))
@@ -288,85 +316,45 @@ def test_a_damaged_checkpoint_is_set_aside(
     check_same(s3, undisturbed)
 
 
-@pytest.mark.usefixtures("brief_runs")
-def test_an_outage_is_no_damage(s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
-    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
-    s3.fail(drop=True, method="GET", key="step-000005/__0")
-    with pytest.raises(RunError, match=r"checkpoint.resume: .*step-000005"):
-        leg(s3.url("run"), corpus)
-    assert s3.names("run/checkpoints/step-000005/_COMPLETE")
-
-
-def test_resume_from_a_url(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """A folder that was copied to the bucket, without markers; each rank fetches its own shards of it."""
-    settings: dict[str, Any] = {"train__micro_batch_size": 1}
-    assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
-    s3.put_tree(tmp_path / "whole" / "checkpoints" / "step-000004", "copied")
-    size = sum(len(data) for name, data in s3.tree("copied").items() if name.endswith(".distcp"))
-    settings["checkpoint__resume"] = s3.url("copied")
-    assert ranks.run(2, rank_leg, s3.url("run"), str(corpus), tmp_path, s3.environment, settings) == 0
-    weights = (tmp_path / "whole" / "final" / "model.safetensors").read_bytes()
-    assert s3.get("run/final/model.safetensors") == weights
-    fetched = s3.bytes_out("copied/__")
-    # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
-    assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
-
-
 # -- refusals ------------------------------------------------------------------------------------------------
 
-BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("no bucket", {"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
-    ("a password", {"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
-    ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
-    ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "not a URL"]),
-    ("staging", {"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
-]
+BAD_PLACES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no bucket": ({"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
+    "a password": ({"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
+    "not to write to": ({}, ["output_dir: {url}/run", "access denied"]),
+    "no source": ({"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
+    "a model": (
+        {"model.name_or_path": "s3://b/m", "model.config": None},
+        ["model.name_or_path", "not a URL"],
+    ),
+    "staging": ({"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
+    "too small": ({}, ["checkpoint.staging_dir: ", "has 97.7 KiB free", "need about 650"]),
+}
 
 
-def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    assert main(arguments) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "Trace"))]
-    assert len(told) == 1, told
-    return told[0]
-
-
-@pytest.mark.parametrize(("changed", "words"), [c[1:] for c in BAD_PLACES], ids=[c[0] for c in BAD_PLACES])
+@pytest.mark.parametrize("name", BAD_PLACES)
 def test_places_that_cannot_be(
-    changed: dict[str, Any],
-    words: list[str],
+    name: str,
     s3: ObjectStore,
     corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    changed = {key: value.replace("{url}", s3.url()) for key, value in changed.items()}
-    settings = tiny(s3.url("run"), corpus) | changed
-    if "model.name_or_path" in changed:
-        del settings["model.config"]
-    line = refusal(capsys, flags(settings))
-    assert all(word in line for word in words), line
-    assert "secret" not in line
-    assert not s3.names()
-
-
-def test_a_place_that_cannot_be_written_to_is_found_out_before_any_work(
-    s3: ObjectStore, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = flags(tiny(s3.url("run"), corpus) | {"data.cache_dir": str(tmp_path / "cache")})
-    s3.fail(status=403, method="PUT")
-    line = refusal(capsys, settings)
-    assert f"output_dir: {s3.url('run')}" in line and "access denied" in line and SECRET_KEY not in line
-    assert not (tmp_path / "cache").exists()
-
-
-def test_staging_needs_room(
-    s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr("portable.output.mirror.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* has 97.7 KiB free, .* need about 650"):
-        leg(s3.url("run"), corpus)
-    assert not s3.names("run/")
+    """Told in one line; one that cannot be written to before any work."""
+    changed, words = BAD_PLACES[name]
+    if name == "not to write to":
+        s3.fail(status=403, method="PUT")
+    if name == "too small":
+        usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+        monkeypatch.setattr("portable.output.mirror.shutil.disk_usage", lambda _: usage)
+    settings = tiny(s3.url("run"), corpus, data__cache_dir=str(tmp_path / "cache"))
+    settings |= {key: value and value.replace("{url}", s3.url()) for key, value in changed.items()}
+    assert main(flags(settings)) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "Trace"))]
+    assert len(told) == 1 and all(word.replace("{url}", s3.url()) in told[0] for word in words), told
+    assert "secret" not in told[0] and SECRET_KEY not in told[0]
+    assert not s3.names("run/") and (name != "not to write to" or not (tmp_path / "cache").exists())
 
 
 # -- the lease -----------------------------------------------------------------------------------------------
@@ -380,18 +368,27 @@ def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_machine", lambda: None)
 
 
-def test_a_run_that_is_held_is_refused(s3: ObjectStore, corpus: Path, quick_leases: None) -> None:
-    with Lease(RemotePath.of(s3.url("run"))):
+@pytest.fixture
+def place(s3: ObjectStore, quick_leases: None) -> RemotePath:
+    return RemotePath.of(s3.url("run"))
+
+
+def test_a_run_that_is_held_is_refused(s3: ObjectStore, corpus: Path, place: RemotePath) -> None:
+    """Also where somebody deletes the lease, which is written again."""
+    with Lease(place) as first:
         with pytest.raises(UserError, match=r"in use by another run .*; wait for it, stop it or choose"):
             leg(s3.url("run"), corpus)
-        assert s3.names("run/") == [LEASE_FILE]
+        (place / LEASE_FILE).unlink()
+        wait_for(lambda: s3.names("run/") == [LEASE_FILE])
+        first.check()
+        with pytest.raises(UserError, match="in use by another run"):
+            Lease(place).__enter__()
     assert not s3.names("run/")
 
 
 def test_a_lease_that_nobody_renews_is_taken_over(
-    s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    s3: ObjectStore, place: RemotePath, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = RemotePath.of(s3.url("run"))
     with monkeypatch.context() as patched:
         patched.setattr(Lease, "_renew", lambda _: None)
         first = Lease(place).__enter__()
@@ -405,9 +402,9 @@ def test_a_lease_that_nobody_renews_is_taken_over(
         assert s3.names("run/") == [LEASE_FILE]
 
 
-def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
+def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, place: RemotePath, monkeypatch: Any) -> None:
     """Both have seen that there is no lease before either writes one."""
-    first, second = (Lease(RemotePath.of(s3.url("run"))) for _ in range(2))
+    first, second = Lease(place), Lease(place)
     read = Lease._read
 
     def read_before_the_first_begins(self: Lease) -> tuple[dict[str, Any], Any]:
@@ -425,7 +422,7 @@ def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: Non
 
 
 def test_a_store_without_conditional_writes_is_told(
-    s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    s3: ObjectStore, place: RemotePath, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forward = s3.forward
 
@@ -434,29 +431,19 @@ def test_a_store_without_conditional_writes_is_told(
         return forward(method, path, plain, body)
 
     monkeypatch.setattr(s3, "forward", without)
-    with Lease(RemotePath.of(s3.url("run"))) as held:
+    with Lease(place) as held:
         time.sleep(0.3)
         held.check()
         assert capsys.readouterr().err.count("no conditional writes") == 1
         with pytest.raises(UserError, match="in use by another run"):
-            Lease(RemotePath.of(s3.url("run"))).__enter__()
+            Lease(place).__enter__()
     assert not s3.names("run/")
 
 
-def test_a_lease_that_somebody_deletes_is_written_again(s3: ObjectStore, quick_leases: None) -> None:
-    place = RemotePath.of(s3.url("run"))
-    with Lease(place) as first:
-        (place / LEASE_FILE).unlink()
-        wait_for(lambda: s3.names("run/") == [LEASE_FILE])
-        first.check()
-        with pytest.raises(UserError, match="in use by another run"):
-            Lease(place).__enter__()
-
-
-def test_a_lease_whose_answers_are_lost_is_held_all_the_same(s3: ObjectStore, quick_leases: None) -> None:
+def test_a_lease_whose_answers_are_lost_is_held_all_the_same(s3: ObjectStore, place: RemotePath) -> None:
     lost = s3.fail(drop=True, after=True, method="PUT", key=LEASE_FILE, every=2)
     lost.seen = 1
-    with Lease(RemotePath.of(s3.url("run"))) as held:
+    with Lease(place) as held:
         wait_for(lambda: lost.done >= 3)
         held.check()
     s3.heal()
