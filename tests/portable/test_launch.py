@@ -330,17 +330,16 @@ def reported(zygote: Zygote, folder: Path, *arguments: object) -> tuple[str, str
     return done.stdout.strip(), done.stderr
 
 
+KILLED = "RunError: rank 1 failed first: it was killed by SIGKILL"
 FIRST_LINES = {
     "refuses": "UserError: data.source: nothing there",
     "breaks": "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)",
     "exits": "RunError: rank 1 failed first: it exited with code 9",
     "slow to end": "RunError: rank 0 failed first: the disk is full",
-    "killed, counted": "RunError: rank 1 failed first: it was killed by SIGKILL by the kernel, which ran out of "
-    "host memory; set this lower",
-    "killed, not counted": "RunError: rank 1 failed first: it was killed by SIGKILL, but not by the kernel's OOM",
+    "killed, counted": f"{KILLED} by the kernel, which ran out of host memory; set this lower",
+    "killed, not counted": f"{KILLED}, but not by the kernel's OOM killer",
     "asked early": "StoppedError: stopped by a signal before the first step; there is no checkpoint",
-    "asked twice": "StoppedError: stopped by a second signal without saving; there is no checkpoint yet, so the "
-    "same command starts over",
+    "asked twice": "StoppedError: stopped by a second signal without saving; there is no checkpoint yet",
     "returns": "75",
 }
 """What ranks do, and how the answer of their launcher begins."""
