@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,20 @@ class Norm:
                 run.log({"norm": float(parameter.detach().norm())})
 
 
-def settings(strategy: str, folder: Path) -> dict[str, Any]:
-    """Of the strategy, with small parameters sharded like large ones."""
-    path = folder / "deepspeed.json"
+@pytest.fixture
+def own(corpus: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Settings of a run in which small parameters are sharded like large ones."""
+    pytest.importorskip("deepspeed")
+    path = tmp_path / "deepspeed.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
     common: dict[str, Any] = {"train__steps": 2, "log__every_steps": 1, "train__micro_batch_size": 1}
     common |= {"checkpoint__export": False, "log__sample_tokens": 0}
-    own = {"deepspeed__config": str(path)} if strategy == "zero3" else {}
-    return {**common, **own, "strategy": strategy}
+
+    def of(strategy: str, **more: Any) -> RunConfig:
+        config = {"deepspeed__config": str(path)} if strategy == "zero3" else {}
+        return configured(tmp_path / strategy, corpus, **common, **config, **more, strategy=strategy)
+
+    return of
 
 
 def trained(config: RunConfig) -> str:
@@ -84,12 +91,8 @@ WHERE = "reads a parameter outside of the model's forward pass, where a rank has
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero3"])
-def test_a_loss_that_reads_parameters_is_refused(
-    strategy: str, corpus: Path, tmp_path: Path, ranks: RankPool
-) -> None:
-    pytest.importorskip("deepspeed")
-    own = {"model__function": f"{HERE}:remembered", "train__loss": f"{HERE}:Decayed"}
-    config = configured(tmp_path / "run", corpus, **settings(strategy, tmp_path), **own)
+def test_a_loss_that_reads_parameters_is_refused(strategy: str, own: Any, ranks: RankPool) -> None:
+    config = own(strategy, model__function=f"{HERE}:remembered", train__loss=f"{HERE}:Decayed")
     remedy = "compute it in the forward pass (model.function), or use strategy no_shard"
     assert ranks.run(2, trained, config) == f"train.loss: {HERE}:Decayed: {WHERE}{remedy}"
 
@@ -102,24 +105,16 @@ def test_a_loss_that_reads_parameters_is_refused(
     ],
 )
 def test_a_callback_reads_whole_parameters(
-    strategy: str, remedy: str, corpus: Path, tmp_path: Path, ranks: RankPool
+    strategy: str, remedy: str, own: Any, tmp_path: Path, ranks: RankPool
 ) -> None:
-    pytest.importorskip("deepspeed")
-
-    def of(callback: str, strategy: str = strategy) -> RunConfig:
-        own = {"train__callbacks": f"{HERE}:{callback}"}
-        return configured(tmp_path / "run", corpus, **settings(strategy, tmp_path), **own)
-
-    name = f"{HERE}:Norm(gathered=False)"
-
-    refused = f"train.callbacks: {name}: on_log: {WHERE}{remedy}"
-    assert ranks.run(2, trained, of("Norm(gathered=False)")) == refused
-    alone = of("Norm(gathered=False)", "no_shard").replaced({"output_dir": str(tmp_path / "one")})
-    assert trained(alone) == ""
-    assert ranks.run(2, trained, of("Norm(gathered=True)")) == ""
+    part, whole = (f"{HERE}:Norm(gathered={gathered})" for gathered in (False, True))
+    refused = f"train.callbacks: {part}: on_log: {WHERE}{remedy}"
+    assert ranks.run(2, trained, own(strategy, train__callbacks=part)) == refused
+    assert trained(own("no_shard", train__callbacks=part)) == ""
+    assert ranks.run(2, trained, own(strategy, train__callbacks=whole)) == ""
     found, truth = (
-        [row["norm"] for row in read_metrics(folder) if "norm" in row]
-        for folder in (tmp_path / "run", tmp_path / "one")
+        [row["norm"] for row in read_metrics(tmp_path / name) if "norm" in row]
+        for name in (strategy, "no_shard")
     )
     assert found == pytest.approx(truth, rel=1e-5) and len(found) == 2
 
