@@ -59,9 +59,8 @@ def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
     lines = "".join(f'"{cell}",{number}\r\n' for number, cell in enumerate(cells))
     path.write_bytes(codecs.BOM_UTF8 + f"text,n\r\n{lines}".encode())
     assert texts(opened(path)) == [cell for cell in cells if cell]
-    assert [
-        found.label for found in opened(path, "sequence-classification", label_field="n").documents()
-    ] == [0, 1, 3, 4, 5]
+    labelled = opened(path, "sequence-classification", label_field="n")
+    assert [found.label for found in labelled.documents()] == [0, 1, 3, 4, 5]
     (tmp_path / "empty.csv").touch()
     assert texts(opened(tmp_path / "empty.csv")) == []
     path.write_text("text;n\na;1\n")
@@ -165,15 +164,9 @@ def test_linked_folders(opened: Callable[..., Source], tmp_path: Path) -> None:
             opened(tmp_path / name)
 
 
+SPLITS = "data_files: [{split: train, path: 'data/a-*'}, {split: held, path: 'data/b-*'}]"
 CARDS = {
-    "splits": """---
-configs:
-- config_name: default
-  data_files:
-  - {split: train, path: "data/a-*"}
-  - {split: held, path: "data/b-*"}
----
-""",
+    "splits": f"---\nconfigs:\n- config_name: default\n  {SPLITS}\n---\n",
     "names": "# No settings\n",
     "configs": """---
 configs:
@@ -185,26 +178,21 @@ configs:
 
 
 @pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_copy_of_a_dataset_of_the_hub(card: str, stream: bool, tmp_path: Path) -> None:
+def test_a_copy_of_a_dataset_of_the_hub(card: str, opened: Callable[..., Source], tmp_path: Path) -> None:
     """Only the files of one split, which the card tells or their names."""
     folder = tmp_path / "copy"
     parquet(folder / "data" / "a-train.parquet", {"text": ["to train on"]})
     parquet(folder / "data" / "b-test.parquet", {"text": ["to evaluate"]})
     (folder / "README.md").write_text(CARDS[card])
-
-    def found(**given: Any) -> list[str]:
-        return texts(source(str(folder), stream=stream, cache_dir=tmp_path / "cache", **given))
-
     if card == "configs":
-        assert found(config_name="two") == ["to evaluate"]
+        assert texts(opened(folder, config_name="two")) == ["to evaluate"]
         with pytest.raises(UserError, match=r"Config name is missing.*\['one', 'two'\]"):
-            found()
+            opened(folder)
         return
-    assert found() == ["to train on"]
-    assert found(split="held" if card == "splits" else "test") == ["to evaluate"]
+    assert texts(opened(folder)) == ["to train on"]
+    assert texts(opened(folder, split="held" if card == "splits" else "test")) == ["to evaluate"]
     with pytest.raises(UserError, match=rf"data.split: {folder} has no split 'none' of files; it has train"):
-        found(split="none")
+        opened(folder, split="none")
 
 
 def test_saved_datasets(tmp_path: Path) -> None:
@@ -213,9 +201,8 @@ def test_saved_datasets(tmp_path: Path) -> None:
 
     rows = datasets.Dataset.from_list([{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
     rows.save_to_disk(tmp_path / "rows")
-    datasets.DatasetDict({"train": rows.select(range(5)), "test": rows.select([7])}).save_to_disk(
-        tmp_path / "splits"
-    )
+    splits = datasets.DatasetDict({"train": rows.select(range(5)), "test": rows.select([7])})
+    splits.save_to_disk(tmp_path / "splits")
     assert texts(source(str(tmp_path / "rows"))) == TEXTS
     assert texts(source(str(tmp_path / "splits"))) == TEXTS[:5]
     test = source(str(tmp_path / "splits"), task="sequence-classification", split="test")

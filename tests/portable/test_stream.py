@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ def opened(files: Path, **more: Any) -> Stream:
     return found
 
 
+def length(stream: Any) -> int:
+    """The samples of an epoch, known once all files were read."""
+    while stream._whole() is None:
+        stream.locate(stream._ends[-1] if stream._ends else 0, 0)
+    return int(stream._whole())
+
+
 def ids(stream: Any, first: int, count: int) -> list[tuple[int, int]]:
     return [stream.locate(position, 0) for position in range(first, first + count)]
 
@@ -61,14 +69,10 @@ def ids(stream: Any, first: int, count: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("window", [1, 2, 20])
 def test_an_epoch_has_every_sample_once(files: Path, window: int) -> None:
     stream = opened(files, shuffle_window=window)
-    first = ids(stream, 0, 1)
-    while stream.epochs(1) is None:
-        first += ids(stream, len(first), 1)
-    total = stream._whole()
-    assert total is not None
-    first += ids(stream, len(first), total - len(first))
+    total = length(stream)
+    first = ids(stream, 0, total)
     whole = {(0, k << 32 | n) for k, (length, _) in stream._manifest.items() for n in range(length)}
-    assert len(first) == total == len(whole) and set(first) == whole
+    assert total == len(whole) and set(first) == whole and stream.epochs(total) == 1
     second = ids(stream, total, total)
     assert {(1, index) for _, index in whole} == set(second)
     assert [index for _, index in first] != [index for _, index in second]
@@ -148,16 +152,10 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
     expected = ids(opened(files, cache_dir=str(files.parent / "other")), 0, 900)
     stream = opened(files)
     stream._processes = 2
-    monkeypatch.setattr("portable.data.tokens.tokenize.TokenizeJob.__call__", _die)
+    monkeypatch.setattr("portable.data.tokens.tokenize.TokenizeJob.__call__", lambda *_: os._exit(3))
     assert ids(stream, 0, 900) == expected
     assert stream._ahead is not None
     stream.close()
-
-
-def _die(self: Any, source: Any) -> bool:
-    import os
-
-    os._exit(3)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------
@@ -169,15 +167,8 @@ def test_bad_records_are_skipped_and_told(
 ) -> None:
     """In a stream and in a file: the first five with their place, then the number; or the run ends."""
     monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
-    bad = {
-        3: b"{broken",
-        9: b'{"text": 5}',
-        11: b"\xff\xfe",
-        20: b"[]",
-        25: b'{"txt": "x"}',
-        30: b"{",
-        31: b"nul",
-    }
+    texts = [b"{broken", b'{"text": 5}', b"\xff\xfe", b"[]", b'{"txt": "x"}', b"{", b"nul"]
+    bad = dict(zip((3, 9, 11, 20, 25, 30, 31), texts, strict=True))
     lines = [bad.get(n, b'{"text": "good %d words of a record"}' % n) for n in range(60)]
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")

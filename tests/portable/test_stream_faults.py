@@ -10,30 +10,24 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from portable.data.dataset import build_data
-from portable.data.samples.loader import TrainLoader, _raised
+from portable.data.samples.loader import TrainLoader
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.object_store import ObjectStore
 from tests.portable.test_stream import files, ids, settings
+from tests.portable.test_stream import opened as stream
 from tests.runs import configured, write_corpus
 
 __all__ = ["files"]
 COUNT = 1600
 """Samples beyond an epoch: every file was read."""
-
-
-def stream(files: Path, **more: Any) -> Stream:
-    found = build_data(settings(files, **more)).train
-    assert isinstance(found, Stream)
-    found._processes = 0
-    return found
 
 
 def rows(found: Stream, count: int = COUNT) -> list[list[int]]:
@@ -103,19 +97,6 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
     # torch does not shut it down, which would wait for ever for a lock that the process has died with.
     assert of_torch._shutdown
     assert [worker.join(60) or worker.is_alive() for worker in of_torch._workers] == [False]
-
-
-def test_a_process_dies_while_it_hands_a_batch_over() -> None:
-    """torch then raises what the connection to it does."""
-
-    def batches() -> Iterator[Any]:
-        yield {"input_ids": 1}
-        raise EOFError
-
-    found = _raised(cast("Any", batches()))
-    assert next(found) == {"input_ids": 1}
-    with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
-        next(found)
 
 
 # -- the cache ----------------------------------------------------------------------------------------------
@@ -198,20 +179,14 @@ def test_waits_for_data_are_told(
 ) -> None:
     """Each log has their share; from the second on, a long one is warned of, once."""
 
-    class Slow:
-        def __init__(self, batches: Any) -> None:
-            self._batches = batches
-            self.close = batches.close
-
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> Any:
-            time.sleep(0.3)
-            return next(self._batches)
-
     begin = TrainLoader.__iter__
-    monkeypatch.setattr(TrainLoader, "__iter__", lambda self: Slow(begin(self)))
+
+    def slow(loader: TrainLoader) -> Iterator[Any]:
+        for batch in begin(loader):
+            time.sleep(0.3)
+            yield batch
+
+    monkeypatch.setattr(TrainLoader, "__iter__", slow)
     texts = write_corpus(tmp_path)
     given = {"log__every_steps": 1, "train__steps": 4, "checkpoint__export": False}
     assert run_rank("cpu", configured(tmp_path / "run", texts, **given)) == 0
