@@ -1,0 +1,123 @@
+"""What a rank knows of itself and of its host; whole ranks are in ``test_launch.py``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from portable.errors import UserError
+from portable.ranks.oom_kills import killed_since, oom_kills
+from portable.ranks.slurm import first_host, rank_variables
+
+STANDS_STILL = """
+import sys, time
+from pathlib import Path
+from portable.ranks.watchdog import Watchdog
+
+def a_step_that_never_ends():
+    time.sleep(60)
+
+watchdog = Watchdog(rank=3, seconds=1.5, folder=Path(sys.argv[1]), report=print)
+with watchdog:
+    for batch in watchdog.over(range(8)):
+        time.sleep(2 if batch == 0 else 0)  # the first may take longer
+        if batch == 2:
+            with watchdog.paused():
+                time.sleep(2)
+        if batch == 5:
+            print("standing still", flush=True)
+            a_step_that_never_ends()
+"""
+
+
+def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STANDS_STILL, str(tmp_path / "hang")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ended.returncode == 1
+    first, line = ended.stdout.splitlines()
+    assert first == "standing still"
+    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:7\)", line)
+    stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
+    assert "line 7 in a_step_that_never_ends" in stacks
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_kills_for_memory_are_counted_on_every_level(tmp_path: Path) -> None:
+    """By both versions of cgroups, in files laid out like the kernel's own; nothing is said without them."""
+    put(tmp_path / "proc/vmstat", "nr_free_pages 7\n")
+    assert oom_kills(tmp_path) == {} and killed_since({}, {}) is None
+    put(tmp_path / "proc/vmstat", "nr_free_pages 7\noom_kill 4\n")
+    put(tmp_path / "proc/self/cgroup", "4:cpu,memory:/batch/job1\n1:name=systemd:/x\n0::/batch/job1\n")
+    put(tmp_path / "sys/fs/cgroup/memory/batch/job1/memory.oom_control", "under_oom 0\noom_kill 2\n")
+    put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 3\noom_kill 3\n")
+    before = oom_kills(tmp_path)
+    assert sorted(before.values()) == [2, 3, 4]
+    assert killed_since(before, oom_kills(tmp_path)) is False
+    put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 4\noom_kill 4\n")
+    assert killed_since(before, oom_kills(tmp_path)) is True
+
+
+# -- variables of srun, as its documentation and its source name them; real ones: tests/gpu/test_nodes.py ---
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[007-008,12]",
+    "SLURM_PROCID": "9",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_a_task_of_srun_is_a_rank() -> None:
+    variables = rank_variables(STEP)
+    port = int(variables.pop("MASTER_PORT"))
+    assert variables == {
+        "RANK": "9",
+        "WORLD_SIZE": "11",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu007",
+    }
+    assert 20_000 <= port < 32_000
+    other = rank_variables({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
+    assert other["LOCAL_WORLD_SIZE"] == "4"
+    assert (other["MASTER_ADDR"], other["MASTER_PORT"]) == ("gpu007", str(port))
+    assert rank_variables({**STEP, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
+    given = rank_variables({**STEP, "MASTER_ADDR": "ib0.head", "MASTER_PORT": "29500"})
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("ib0.head", "29500")
+    assert first_host("rack[2,5]n[10-12].example.org,x") == "rack2n10.example.org"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun under srun
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # one task, which starts the ranks of its node
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # the script of a batch job
+    ],
+    ids=["no SLURM", "torchrun", "one task", "batch script"],
+)
+def test_other_processes_are_left_alone(environment: dict[str, str]) -> None:
+    assert rank_variables(environment) == {}
+
+
+@pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])
+def test_unreadable_variables_are_refused(damage: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="srun: its variables do not define this task's rank"):
+        rank_variables({**STEP, **damage})
