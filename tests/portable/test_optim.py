@@ -37,34 +37,25 @@ TYPES: dict[str, tuple[str, dict[str, Any], str, bool]] = {
 }
 
 
-def built(name: str) -> nn.Module:
-    task, settings, _, _ = TYPES[name]
-    known = AutoConfig.for_model(name.split(",")[0])
-    config = AutoConfig.for_model(
-        name.split(",")[0], **{k: v for k, v in SMALL.items() if hasattr(known, k)} | settings
-    )
-    with torch.device("meta"):
-        return cast("nn.Module", getattr(transformers, AUTO_CLASSES[task]).from_config(config))
-
-
 @pytest.mark.parametrize("name", TYPES)
 def test_weight_decay_is_for_what_the_trainer_has_it_for(name: str) -> None:
-    model = built(name)
-    _, _, telling, decays = TYPES[name]
+    task, settings, telling, decays = TYPES[name]
+    model_type = name.split(",")[0]
+    known = AutoConfig.for_model(model_type)
+    sizes = {key: value for key, value in SMALL.items() if hasattr(known, key)}
+    with torch.device("meta"):
+        config = AutoConfig.for_model(model_type, **sizes | settings)
+        model: nn.Module = getattr(transformers, AUTO_CLASSES[task]).from_config(config)
     rule: Any = transformers.Trainer.get_decay_parameter_names
     assert decaying(model) == set(rule(None, model))
     found = [other for other, _ in model.named_parameters() if other.endswith(telling)]
-    assert found
-    assert all((other in decaying(model)) == decays for other in found)
+    assert found and all((other in decaying(model)) == decays for other in found)
 
 
 def test_what_is_inside_a_norm_does_not_decay() -> None:
-    class Scaled(nn.LayerNorm):
-        def __init__(self) -> None:
-            super().__init__(4)
-            self.inner = nn.Linear(4, 4)
-
-    model = nn.ModuleDict({"a": Scaled(), "ab": nn.Linear(4, 4, bias=False)})
+    norm = nn.LayerNorm(4)
+    norm.inner = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": norm, "ab": nn.Linear(4, 4, bias=False)})
     rule: Any = transformers.Trainer.get_decay_parameter_names
     assert decaying(model) == set(rule(None, model)) == {"ab.weight"}
 
