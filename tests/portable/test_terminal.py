@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,6 @@ class Noisy:
             OF_A_LIBRARY.error("it is broken")
 
 
-@contextmanager
-def library() -> Iterator[None]:
-    """A library that prints its own log."""
-    handler = logging.StreamHandler()
-    OF_A_LIBRARY.addHandler(handler)
-    yield
-    OF_A_LIBRARY.removeHandler(handler)
-
-
 @pytest.fixture(autouse=True)
 def loud() -> Iterator[None]:
     yield
@@ -54,10 +44,11 @@ def own(folder: Path, corpus: Path, **settings: Any) -> Any:
 def test_warnings_of_libraries_go_into_the_log(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shows = warnings.showwarning
-    with library():
-        train(own(tmp_path / "run", corpus))
-        OF_A_LIBRARY.warning("after the run")  # all is as it was
+    shows, prints = warnings.showwarning, logging.StreamHandler()  # a library that prints its own log
+    OF_A_LIBRARY.addHandler(prints)
+    train(own(tmp_path / "run", corpus))
+    OF_A_LIBRARY.warning("after the run")  # all is as it was
+    OF_A_LIBRARY.removeHandler(prints)
     assert warnings.showwarning is shows
     before, shown, _ = capsys.readouterr().err.partition("after the run")
     assert shown

@@ -35,16 +35,20 @@ def records(count: int = 40) -> Iterator[dict[str, Any]]:
         yield {"text": f"{number}: {SENTENCE[number % 9 :]}"}
 
 
-def nothing() -> None: ...
-
-
 def failing() -> Iterator[dict[str, Any]]:
     yield {"text": "one"}
     raise ValueError("no\nmore")
 
 
+def nothing() -> None: ...
+
+
 def of_tensors() -> list[dict[str, Any]]:
     return [{"text": "one", "more": torch.ones(1)}]
+
+
+def no_model(model: Any) -> Any:
+    return "model"
 
 
 @pytest.mark.parametrize(
@@ -53,17 +57,27 @@ def of_tensors() -> list[dict[str, Any]]:
         ("data.source", "nothing", "gives a NoneType, not an iterable of records"),
         ("data.source", "failing", "fails (ValueError: no more; test_user_code.py, line"),
         ("data.source", "of_tensors", "record 1 is not of plain values"),
+        ("data.source", "Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
+        (
+            "data.source",
+            "Rows(wrong='shape')",
+            "labels of sample 30 is int64 [31], and that of the first one",
+        ),
+        ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
+        ("data.source", "NoLength", "has no len() and no sample by number"),
+        ("data.source", "NoFingerprint", "has no fingerprint; give it a text that tells its content"),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
 )
-def test_what_gives_no_records_or_no_model_is_refused_in_a_line(
-    key: str, name: str, told: str, tmp_path: Path, corpus: Path
+def test_what_gives_no_data_or_no_model_is_refused_in_a_line(
+    key: str, name: str, told: str, finished: dict[str, Any], tmp_path: Path, corpus: Path
 ) -> None:
-    config = configured(tmp_path / "run", corpus, **{key.replace(".", "__"): f"{HERE}:{name}"})
+    settings = finished if name[0].isupper() else {}
+    given = {**settings, key.replace(".", "__"): f"{HERE}:{name}", "train__steps": 30}
     with pytest.raises(UserError) as caught:
-        train(config)
+        train(configured(tmp_path / "run", corpus, **given))
     assert str(caught.value).startswith(f"{key}: ") and told in str(caught.value)
-    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+    assert "\n" not in str(caught.value) and ("wrong" in name or not (tmp_path / "run").exists())
 
 
 def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
@@ -165,27 +179,6 @@ def test_finished_samples(name: str, finished: Any, corpus: Path, tmp_path: Path
     assert found == pytest.approx(truth, rel=1e-5) and truth[-1] < truth[0]
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
-        ("Rows(wrong='shape')", "labels of sample 30 is int64 [31], and that of the first one int64 [32]"),
-        ("Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
-        ("NoLength", "has no len() and no sample by number"),
-        ("NoFingerprint", "has no fingerprint; give it a text that tells its content"),
-    ],
-)
-def test_finished_samples_that_cannot_be_used(
-    source: str, told: str, finished: Any, corpus: Path, tmp_path: Path
-) -> None:
-    config = configured(
-        tmp_path / "run", corpus, **{**finished, "data__source": f"{HERE}:{source}"}, train__steps=30
-    )
-    with pytest.raises(UserError) as caught:
-        train(config)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
 # -- models ------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +202,6 @@ def with_value(model: Any) -> Any:
 
 def more_layers(model: Any) -> None:
     model.gate = nn.Linear(4, 3)
-
-
-def no_model(model: Any) -> Any:
-    return "model"
 
 
 class Valued:
