@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -109,47 +110,52 @@ SMALL = json.dumps(
     | {"intermediate_size": 160, "num_attention_heads": 4, "max_position_embeddings": 128}
 )
 GIVEN = ["--model.config", SMALL, "--data.seq_len", "64", "--train.global_batch_size", "8"]
+Plan = Callable[..., Any]
 
 
-def test_the_plan_has_hours_their_source_and_the_price(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*GIVEN, "--train.steps", "1000000", "--device", "h100", "--devices", "8"]
-    assert main([*words, "--price-per-hour", "2.50", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    """The plan of a small model: parsed, or in words."""
+
+    def run(*words: str, told: bool = False) -> Any:
+        assert main([*GIVEN, *words] if told else [*GIVEN, *words, "--json"]) == 0
+        said = capsys.readouterr().out
+        return said if told else json.loads(said)
+
+    return run
+
+
+def test_the_plan_has_hours_their_source_and_the_price(plan: Plan) -> None:
+    words = ("--train.steps", "1000000", "--device", "h100", "--devices", "8", "--price-per-hour", "2.50")
+    found = plan(*words)
     assert found["tokens"] == 1_000_000 * 8 * 64
     least, most = found["hours"]
     assert 0 < least <= most and found["share_of_peak"] == [0.31, 0.39]
     assert found["cost"] == pytest.approx([least * 8 * 2.5, most * 8 * 2.5])
-    assert main([*words, "--price-per-hour", "2.50"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(plan(*words, told=True).split())
     assert "minutes for 512,000,000 tokens" in told and "Llama 3, SmolLM3, torchtitan" in told
     assert "at 2.5 an hour for each device" in told
-    assert main([*GIVEN, "--train.steps", "9", "--device", "h100", "--json", "--strategy", "zero3"]) == 0
-    assert json.loads(capsys.readouterr().out)["cost"] is None
+    assert plan("--train.steps", "9", "--device", "h100", "--strategy", "zero3")["cost"] is None
 
 
-def test_slow_links_bound_the_hours(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*GIVEN, "--train.steps", "1000", "--device", "4090", "--json"]
-    assert main(words) == 0
-    alone = json.loads(capsys.readouterr().out)
-    assert main([*words, "--devices", "2"]) == 0
-    two = json.loads(capsys.readouterr().out)
+def test_slow_links_bound_the_hours(plan: Plan) -> None:
+    words = ("--train.steps", "1000", "--device", "4090")
+    alone, two = plan(*words), plan(*words, "--devices", "2")
     sent = two["best"]["communication_bytes"] * 1000 / 3.2e10 / 3600
     assert two["hours"] == pytest.approx([max(hours / 2, sent) for hours in alone["hours"]])
     assert two["hours"][0] == pytest.approx(sent)
 
 
 def test_epochs_count_the_data_that_is_there(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.txt").write_text(SENTENCE * 640)
-    words = [*GIVEN, "--train.epochs", "2", "--train.steps", "null", "--device", "l4"]
-    assert main([*words, "--data.source", "texts.txt"]) == 0
+    words = ["--train.epochs", "2", "--train.steps", "null", "--device", "l4", "--data.source"]
     steps = 2 * (len(SENTENCE) * 640 // 64) // 8
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(plan(*words, "texts.txt", told=True).split())
     assert f"for at most {steps * 8 * 64:,} tokens" in told and "no run on this device" in told
-    assert main([*words, "--data.source", "not/here.txt", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["hours"] is None
+    assert plan(*words, "not/here.txt")["hours"] is None
 
 
 def test_a_dry_run_ends_with_the_hours(
@@ -158,41 +164,33 @@ def test_a_dry_run_ends_with_the_hours(
     """On a device whose memory and peak are known."""
     monkeypatch.setattr(Diagnostics, "driver_memory", lambda _: (0, 1 << 34))
     monkeypatch.setattr(TorchBackend, "peak_flops", lambda *_: 1e9)
-    assert (
-        train([*flags(tiny(tmp_path / "run", corpus, train__steps=1000, precision="bf16")), "--dry-run"]) == 0
-    )
+    settings = tiny(tmp_path / "run", corpus, train__steps=1000, precision="bf16")
+    assert train([*flags(settings), "--dry-run"]) == 0
     last = capsys.readouterr().out.splitlines()[-1].split(None, 1)
     assert last[0] == "time" and "192,000 tokens: 30% to 50% of the peak" in last[1]
 
 
-def test_a_budget_sorts_machines_by_cost(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [*GIVEN, "--train.steps", "100000000", "--budget", "20"]
-    assert main([*words, "--price-per-hour", "h100=2.50,l4=0.70,v6e=2.7", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+def test_a_budget_sorts_machines_by_cost(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--train.steps", "100000000", "--budget", "20"]
+    rows = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70,v6e=2.7")
     assert {row["device"] for row in rows} == {"h100", "l4", "v6e"}
     assert [sum(row["cost"]) for row in rows] == sorted(sum(row["cost"]) for row in rows)
     assert [row["within_budget"] for row in rows] == [row["cost"][1] <= 20 for row in rows]
-    assert main([*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    few = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1", told=True)
+    first, second = few.splitlines()
     assert "1 x h100" in first + second and "more than 0.1" in second
     # SkyPilot's catalog, where it is installed
-    sky = ModuleType("sky")
-    sky.__spec__ = ModuleSpec("sky", None)
+    prices = {"A100-80GB": [(12.0, 8)], "H100": [(3.0, 1), (16.0, 8)]}
     offers = {
-        "A100-80GB": [SimpleNamespace(price=12.0, accelerator_count=8)],
-        "H100": [
-            SimpleNamespace(price=3.0, accelerator_count=1),
-            SimpleNamespace(price=16.0, accelerator_count=8),
-        ],
+        name: [SimpleNamespace(price=price, accelerator_count=count) for price, count in of]
+        for name, of in prices.items()
     }
-    catalog: Any = ModuleType("sky.catalog")
-    catalog.list_accelerators = lambda gpus_only: offers
+    sky, catalog = ModuleType("sky"), ModuleType("sky.catalog")
+    sky.__spec__ = ModuleSpec("sky", None)
+    vars(catalog)["list_accelerators"] = lambda gpus_only: offers
     monkeypatch.setitem(sys.modules, "sky", sky)
     monkeypatch.setitem(sys.modules, "sky.catalog", catalog)
-    assert main([*words, "--json"]) == 0
-    found = {row["device"]: row for row in json.loads(capsys.readouterr().out)}
+    found = {row["device"]: row for row in plan(*words)}
     assert found.keys() == {"h100", "a100-80"}
     assert found["h100"]["cost"][0] == pytest.approx(2.0 * found["h100"]["hours"][0])
 

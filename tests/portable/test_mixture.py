@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,34 +37,34 @@ def test_each_source_has_a_seed_of_its_own() -> None:
     assert len({seed_of(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
-    """Each position has one source, which counts up by one, and no prefix is off by more than stated."""
-    deal = Interleave(weights)
-    shares = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in weights) for weight in weights]
-    bound = Fraction(math.ceil(math.log2(len(weights))), 2)
-    seen = [0] * len(weights)
-    for position in range(4000):
+def dealt(deal: Interleave | Schedule, sources: int, count: int) -> Iterator[list[int]]:
+    """Check that each position has one source, which counts up by one; yield how often each came so far."""
+    seen = [0] * sources
+    for position in range(count):
         assert deal.counts(position) == seen
         source, number = deal(position)
         assert number == seen[source]
         seen[source] += 1
-        assert max(abs(n - share * (position + 1)) for n, share in zip(seen, shares, strict=True)) <= bound
+        yield seen
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
+    """No prefix is off by more than stated."""
+    deal = Interleave(weights)
+    shares = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in weights) for weight in weights]
+    bound = Fraction(math.ceil(math.log2(len(weights))), 2)
+    for at, seen in enumerate(dealt(deal, len(weights), 4000), 1):
+        assert max(abs(n - share * at) for n, share in zip(seen, shares, strict=True)) <= bound
     far = 10**15 + 7
     counts = deal.counts(far)
-    assert sum(counts) == far
     source, number = deal(far)
-    assert number == counts[source]
+    assert sum(counts) == far and number == counts[source]
 
 
 def test_a_schedule_changes_weights_and_goes_on() -> None:
     deal = Schedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
-    seen = [0, 0]
-    for position in range(2000):
-        assert deal.counts(position) == seen
-        source, number = deal(position)
-        assert number == seen[source]
-        seen[source] += 1
+    *_, seen = dealt(deal, 2, 2000)
     assert deal.counts(100) == [50, 50] and deal.counts(1000) == [50, 950] and seen == [800, 1200]
 
 
@@ -81,14 +81,10 @@ def mixture(folder: Path, shares: Sequence[Share]) -> Mixture:
     return Mixture(parts, dict(zip(parts, shares, strict=True)))
 
 
-def places(samples: Samples, first: int, count: int) -> list[tuple[int, int]]:
-    return [samples.locate(position, 7) for position in range(first, first + count)]
-
-
 def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
     mixed = mixture(tmp_path, [Share(epochs=1.0), Share(epochs=2.0), Share(epochs=10.0)])
     assert mixed.epoch_samples == 300 + 240 + 70
-    taken = places(mixed, 0, mixed.epoch_samples)
+    taken = [mixed.locate(position, 7) for position in range(mixed.epoch_samples)]
     assert sorted(taken) == sorted(
         [(0, n) for n in range(300)]
         + [(epoch, 300 + n) for epoch in range(2) for n in range(120)]
@@ -133,17 +129,16 @@ def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
     assert all(later.train.source_name(later.train.locate(p, 0)[1]) == "code" for p in range(20, 60))
 
 
-def test_the_same_data_twice_is_refused(tmp_path: Path) -> None:
-    sources = [{"name": "a", "source": "web.jsonl"}, {"name": "b", "source": "web.jsonl"}]
-    with pytest.raises(UserError, match=r"data.sources.b: has the same data as data.sources.a"):
-        build_data(settings(tmp_path, sources))
-
-
-def test_an_error_in_a_source_names_it(tmp_path: Path) -> None:
-    wrong = {"name": "b", "source": "code.jsonl", "text_field": "txt"}
-    sources = [{"name": "a", "source": "web.jsonl"}, wrong]
-    with pytest.raises(UserError, match=r"^data.sources.b.text_field: .* no field 'txt'"):
-        build_data(settings(tmp_path, sources))
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({"source": "web.jsonl"}, r"data.sources.b: has the same data as data.sources.a"),
+        ({"source": "code.jsonl", "text_field": "txt"}, r"^data.sources.b.text_field: .* no field 'txt'"),
+    ],
+)
+def test_an_error_in_a_source_names_it(second: dict[str, str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        build_data(settings(tmp_path, [{"name": "a", "source": "web.jsonl"}, {"name": "b", **second}]))
 
 
 @pytest.mark.usefixtures("brief_runs")

@@ -1,4 +1,8 @@
+"""What a step takes: of the batch, of the epochs, and in operations."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from portable.config import RunConfig, load_config
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.flops import flops_per_token
+from tests.tiny_models import tiny_config
 
 
 def batches(**train: object) -> RunConfig:
@@ -71,35 +76,24 @@ def test_epochs_become_steps() -> None:
     assert total_steps(batches(epochs=3, global_batch_size=10), 105) == 32
 
 
-@pytest.mark.parametrize("frozen", ["embed|layers.0|layers.2", "layers"])
-def test_flops_of_a_model_in_part_frozen_are_those_that_torch_counts(frozen: str) -> None:
-    sizes = {"model.config.tie_word_embeddings": False, "model.attention": "eager"}
-    run = load_config(None, {**sizes, "train.frozen": frozen})
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model.config.tie_word_embeddings": False, "train.frozen": "embed|layers.0|layers.2"},
+        {"model.config.tie_word_embeddings": False, "train.frozen": "layers"},
+        {"model.config": tiny_config("qwen2_moe")},  # of the experts, only those that a token goes through
+    ],
+    ids=["in part", "layers", "mixture"],
+)
+def test_flops_are_those_that_torch_counts(given: dict[str, Any]) -> None:
+    run = load_config(None, {**given, "model.attention": "eager"})  # it counts no attention kernels of CPUs
     config = models.model_config(run.model)
     model = models.training_model(config, run).to_empty(device="cpu")
+    if "model.config" in given:
+        model.set_experts_implementation("eager")  # nor products of groups
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(64)[None]).logits.sum().backward()
     assert flops_per_token(model, config, 64) == pytest.approx(counter.get_total_flops() / 64, rel=0.02)
-
-
-def test_flops_of_a_mixture_are_those_that_torch_counts() -> None:
-    """Of the experts, only those that a token goes through."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_experts_per_tok": 2}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
-    settings = load_config(None, {"model.config": {"model_type": "qwen2_moe", **sizes}}).model
-    config = models.model_config(settings)
-    model = models.build_model(config, settings).to_empty(device="cpu")
-    # What torch counts: no products of groups, and no attention kernels of CPUs.
-    model.set_experts_implementation("eager")
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-    tokens = torch.arange(64)[None]
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens)
-    assert flops_per_token(model, config, 64) == pytest.approx(3 * counter.get_total_flops() / 64, rel=0.02)
