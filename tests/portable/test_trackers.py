@@ -1,7 +1,12 @@
-"""Trackers get one run for all launches. Libraries are stand-ins here: the real ones need accounts."""
+"""What a run writes for other programs: trackers get one run for all launches, viewers a trace of every rank.
+
+Libraries are stand-ins here: the real ones need accounts.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,6 +18,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from portable import train
 from portable.config import RunConfig, keys
+from portable.reporting.profiling import RECORDED
+from portable.run.rank import run_rank
+from tests.ranks import RankPool
 from tests.runs import configured
 
 
@@ -144,3 +152,20 @@ def test_a_tracker_of_ones_own(
     warnings = [line for line in caplog.messages if line.startswith("warning: log.trackers")]
     assert len(warnings) == bool(told) and all(str(told) in line for line in warnings)
     assert (tmp_path / "group" / "run" / "final").is_dir()
+
+
+# -- traces ----------------------------------------------------------------------------------------------
+
+
+def profiled(folder: Path, corpus: Path) -> int:
+    return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=3), profile=True)
+
+
+def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    assert ranks.run(2, profiled, tmp_path / "run", corpus) == 0
+    for rank in range(2):
+        with gzip.open(tmp_path / "run" / "profile" / f"rank{rank}.json.gz") as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        assert len({name for name in names if str(name).startswith("ProfilerStep")}) == RECORDED
+        assert any("all_gather" in str(name) for name in names)
+        assert "aten::mm" in names
