@@ -10,8 +10,8 @@ import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
@@ -24,46 +24,23 @@ from tests.ranks import RankPool
 from tests.runs import configured
 
 
-class Library(ModuleType):
+def library(name: str) -> Any:
     """Records the calls; it is its own run and its own config."""
+    made = MagicMock(__name__=name, __version__="4.0", __spec__=ModuleSpec(name, None))
+    made.init.return_value = made.start.return_value = made.config = made
+    return made
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)
-        self.__version__ = "4.0"
-        self.config = self
-        self.begun: list[dict[str, Any]] = []
-        self.settings: dict[str, Any] = {}
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.ended = 0
 
-    def init(self, **given: Any) -> Library:
-        self.begun.append(given)
-        return self
+def begun(library: Any) -> dict[str, Any]:
+    """What its last run was begun with; comet_ml calls that start."""
+    (given,) = (call.call_args.kwargs for call in (library.init, library.start) if call.called)
+    return {key.removesuffix("_name"): value for key, value in given.items()}
 
-    start = init  # comet_ml's
 
-    def __setitem__(self, name: str, value: str) -> None: ...
-
-    def update(self, values: dict[str, Any], **_: Any) -> None:
-        self.settings = values
-
-    log_parameters = update
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, values))
-
-    def set_step(self, step: int) -> None:
-        self.logged.append((step, {}))
-
-    def log_metric(self, name: str, value: float, step: int) -> None:
-        assert self.logged[-1][0] == step
-        self.logged[-1][1][name] = value
-
-    def finish(self) -> None:
-        self.ended += 1
-
-    end = finish
+def steps_logged(library: Any) -> list[int]:
+    """The steps whose loss it has; comet_ml is given one number at a time."""
+    one_by_one = [call.kwargs["step"] for call in library.log_metric.call_args_list if call.args[0] == "loss"]
+    return one_by_one + [call.kwargs["step"] for call in library.log.call_args_list if "loss" in call.args[0]]
 
 
 def test_the_names_are_accelerates() -> None:
@@ -74,30 +51,28 @@ def test_the_names_are_accelerates() -> None:
 @pytest.mark.usefixtures("brief_runs")
 def test_all_launches_are_one_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["wandb", "trackio", "swanlab", "comet_ml"]
-    libraries = [Library(name) for name in names]
-    for library in libraries:
-        monkeypatch.setitem(sys.modules, library.__name__, library)
+    libraries = {name: library(name) for name in names}
+    for name, stand_in in libraries.items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
 
     def launch(folder: Path, **settings: Any) -> list[dict[str, Any]]:
         train(configured(folder, corpus, train__steps=4, log__every_steps=1, log__trackers=names, **settings))
-        return [
-            {key.removesuffix("_name"): value for key, value in library.begun[-1].items()}
-            for library in libraries
-        ]
+        return [begun(one) for one in libraries.values()]
 
     launched = launch(tmp_path / "group" / "one", train__stop_after=2)
     again = launch(tmp_path / "group" / "one", train__stop_after=None)
-    for library, first, second in zip(libraries, launched, again, strict=True):
+    for (name, one), first, second in zip(libraries.items(), launched, again, strict=True):
         assert first == second and first["project"] == "group"
-        if library.__name__ == "comet_ml":
+        if name == "comet_ml":
             assert first["experiment_key"].isalnum() and 32 <= len(first["experiment_key"]) <= 50
         else:
             assert first["name"] == "one" and first["resume"] == "allow"
-            assert ("id" in first) == (library.__name__ != "trackio")
-        assert library.settings["train.steps"] == 4
-        assert [step for step, values in library.logged if "loss" in values] == [1, 2, 3, 4]
-        assert library.ended == 2
-        monkeypatch.setenv(f"{library.__name__.upper()}_PROJECT", "of the environment")
+            assert ("id" in first) == (name != "trackio")
+        settings = (one.log_parameters if name == "comet_ml" else one.update).call_args.args[0]
+        assert settings["train.steps"] == 4
+        assert steps_logged(one) == [1, 2, 3, 4]
+        assert one.finish.call_count + one.end.call_count == 2
+        monkeypatch.setenv(f"{name.upper()}_PROJECT", "of the environment")
     others = launch(tmp_path / "group" / "two", log__name="mine", train__stop_after=1)
     for first, other in zip(launched, others, strict=True):
         assert other["project"] == "of the environment" and other.get("name", "mine") == "mine"
