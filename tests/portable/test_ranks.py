@@ -21,17 +21,18 @@ from portable.temporary_folder import lasting_folder, scratch_folder, temporary_
 STANDS_STILL = """
 import sys, time
 from pathlib import Path
-from portable.ranks.watchdog import Watchdog
+from portable.ranks import watchdog
 
+watchdog.GRACE = 0.1
 def a_step_that_never_ends():
     time.sleep(60)
 
-watchdog = Watchdog(rank=3, seconds=1.5, folder=Path(sys.argv[1]), report=print)
-with watchdog:
-    for batch in watchdog.over(range(8)):
+dog = watchdog.Watchdog(rank=3, seconds=1.5, folder=Path(sys.argv[1]), report=print)
+with dog:
+    for batch in dog.over(range(8)):
         time.sleep(2 if batch == 0 else 0)  # the first may take longer
         if batch == 2:
-            with watchdog.paused():
+            with dog.paused():
                 time.sleep(2)
         if batch == 5:
             print("standing still", flush=True)
@@ -49,9 +50,9 @@ def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
     assert ended.returncode == 1
     first, line = ended.stdout.splitlines()
     assert first == "standing still"
-    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:7\)", line)
+    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:8\)", line)
     stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
-    assert "line 7 in a_step_that_never_ends" in stacks
+    assert "line 8 in a_step_that_never_ends" in stacks
 
 
 def put(path: Path, text: str) -> None:
