@@ -167,7 +167,7 @@ def test_a_refusal_is_told_once(
 ) -> None:
     """On one line, and no rank has a traceback of its own; torchrun prints one of its own."""
     settings = flags(tiny(tmp_path / "out", corpus, train__micro_batch_size=3, **given))
-    environment: dict[str, str] = {}
+    environment: dict[str, Any] = {}
     with contextlib.ExitStack() as held:
         port = str(held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
         if command == COMMAND:

@@ -247,7 +247,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def alone(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one rank computes, and the same by hand: a plain forward pass, and transformers' ``generate``."""
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for kind, settings in KINDS.items():
         config = configured(tmp_path_factory.mktemp("one"), texts[kind], **settings, strategy="no_shard")
         with trained(config) as (trial, found[kind]):

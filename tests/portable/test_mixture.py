@@ -125,25 +125,6 @@ def of_two(folder: Path, sources: Sequence[dict[str, Any]], **more: Any) -> Data
     )
 
 
-def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
-    """Other weights are another order, so another run."""
-    web = {"name": "web", "source": "web.jsonl"}
-    code = {"name": "code", "source": "code.jsonl"}
-
-    def built(*shares: float, **more: Any) -> Any:
-        sources = [{**web, "weight": shares[0]}, {**code, "weight": shares[1]}]
-        return build_data(of_two(tmp_path, sources, **more), global_batch_size=4)
-
-    data = built(3, 1)
-    assert list(data.evals) == ["web", "code"]
-    assert data.fingerprint == built(3, 1).fingerprint != built(3, 2).fingerprint
-    later = built(3, 1, weight_schedule=({"step": 5, "weights": {"code": 1}},))
-    assert later.fingerprint != data.fingerprint
-    first = [data.train.locate(position, 0) for position in range(60)]
-    assert [later.train.locate(position, 0) for position in range(20)] == first[:20]
-    assert all(later.train.source_name(later.train.locate(p, 0)[1]) == "code" for p in range(20, 60))
-
-
 @pytest.mark.parametrize(
     ("second", "told"),
     [

@@ -197,10 +197,11 @@ def test_every_pair(
     size, names, sizes = ENGINES[source].sizes[0], list(ENGINES), ENGINES[target].sizes
     stopped, alone = begun(source, size)
     folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+    expected: Any = alone
     if target != source:
-        alone = pytest.approx(reference[1], rel=LOSSES)
+        expected = pytest.approx(reference[1], rel=LOSSES)
         size = sizes[(names.index(target) + names.index(source)) % len(sizes)]
-    assert runner(target, size, folder) == alone
+    assert runner(target, size, folder) == expected
 
 
 def composed() -> Iterable[str]:
