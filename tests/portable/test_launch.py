@@ -182,6 +182,7 @@ def test_a_refusal_is_told_once(
     assert "onnection" not in done.stderr.split("torch.distributed.elastic")[0]
     if command != TORCHRUN:
         assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert command != LAUNCHER or done.stderr.count("\n") == 1
     assert command == TORCHRUN or not (tmp_path / "out").exists()
 
 
