@@ -119,18 +119,6 @@ def test_long_curves_keep_their_spikes() -> None:
     assert thinned(points[:POINTS]) == points[:POINTS]
 
 
-def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
-    evil = "</script><script>alert(1)</script>"
-    folder = invented(
-        tmp_path / "<img src=x>", [{"step": 1, "loss": 1.0, evil: 2.0}], f"note: {json.dumps(evil)}\n"
-    )
-    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text()
-    assert evil not in page and "<img" not in page and "alert(1)" in page
-    assert page.count("</script>") == 2
-    assert ["note", evil] in data_of(tmp_path / "page.html")["settings"]
-
-
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, and nothing is read that is no file of the run."""
     (tmp_path / METRICS).write_bytes(ROW)
@@ -228,15 +216,22 @@ def test_damage_is_passed_over_and_told(
     assert page["runs"][0]["facts"]["step"] in ("1", "2")
 
 
-def test_a_folder_may_be_called_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("__DATA__", "__TITLE__", "a\x1b[2Jb\nerror: no", "b\udcff"):
-        folder = invented(tmp_path / name, [{"step": 1, "loss": 1.0}])
-        (folder / "metrics.jsonl").write_bytes(ROW + b"no row\n")
-        assert main([str(folder)]) == 0
-        said = capsys.readouterr()
-        assert all(line.isprintable() for line in (*said.out.splitlines(), *said.err.splitlines()))
-        assert not any(line.startswith("error") for line in said.err.splitlines())
-        assert data_of(folder / "report.html")["runs"][0]["name"] == name
+@pytest.mark.parametrize("name", ["<img src=x>", "__DATA__", "__TITLE__", "a\x1b[2Jb\nerror: no", "b\udcff"])
+def test_names_are_mere_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the page and to the terminal, whatever a folder, a figure or a setting is called."""
+    evil = "</script><script>alert(1)</script>"
+    row = {"step": 1, "loss": 1.0, evil: 2.0}
+    folder = invented(tmp_path / name, [row], f"note: {json.dumps(evil)}\n")
+    with (folder / METRICS).open("ab") as file:
+        file.write(b"no row\n")
+    assert main([str(folder)]) == 0
+    said = capsys.readouterr()
+    assert all(line.isprintable() for line in (*said.out.splitlines(), *said.err.splitlines()))
+    assert not any(line.startswith("error") for line in said.err.splitlines())
+    page = (folder / "report.html").read_text()
+    assert evil not in page and "<img" not in page and "alert(1)" in page and page.count("</script>") == 2
+    data = data_of(folder / "report.html")
+    assert data["runs"][0]["name"] == name and ["note", evil] in data["settings"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
