@@ -69,6 +69,9 @@ def test_a_run_leaves_its_events_and_its_page(run: Path) -> None:
     assert data["axes"] == ["step", "tokens", "hours"]
     assert told["facts"]["step"] == "8 of 8"
     assert ["strategy", "no_shard"] in data["settings"]
+    page = (run / "report.html").read_text()  # which asks the network for nothing
+    assert "default-src 'none'" in page
+    assert not re.search(r"""(src|href|@import|url)\s*[=(]\s*["']?\s*(https?:)?//""", page)
 
 
 def test_two_runs_lie_beside_each_other(
@@ -116,39 +119,30 @@ def test_long_curves_keep_their_spikes() -> None:
     assert thinned(points[:POINTS]) == points[:POINTS]
 
 
-def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
-    evil = "</script><script>alert(1)</script>"
-    folder = invented(
-        tmp_path / "<img src=x>", [{"step": 1, "loss": 1.0, evil: 2.0}], f"note: {json.dumps(evil)}\n"
-    )
-    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text()
-    assert evil not in page and "<img" not in page and "alert(1)" in page
-    assert page.count("</script>") == 2
-    assert ["note", evil] in data_of(tmp_path / "page.html")["settings"]
-
-
-def test_the_page_asks_the_network_for_nothing(run: Path) -> None:
-    page = (run / "report.html").read_text()
-    assert "default-src 'none'" in page
-    assert not re.search(r"""(src|href|@import|url)\s*[=(]\s*["']?\s*(https?:)?//""", page)
-
-
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, page = tmp_path / "x", tmp_path / "page.html"
-    steps: tuple[tuple[Callable[[], object], str], ...] = (
-        (lambda: None, "is not a folder"),
-        (folder.mkdir, "has no metrics.jsonl"),
-        (lambda: (folder / "metrics.jsonl").write_text('{"step": 1, "lo'), "has no logged step yet"),
-    )
-    for make, said in steps:
-        make()
+    """In one line, and nothing is read that is no file of the run."""
+    (tmp_path / METRICS).write_bytes(ROW)
+    page = tmp_path / "page.html"
+    makes: dict[str, Callable[[Path], object]] = {
+        "has no metrics.jsonl": lambda _: None,
+        "has no logged step yet": lambda path: path.write_text('{"step": 1, "lo'),
+        "/metrics.jsonl: cannot be read (not a regular file)": os.mkfifo,
+        "a link here leaves": lambda path: path.symlink_to(tmp_path / METRICS),
+        "/metrics.jsonl: cannot be read": Path.mkdir,
+    }
+    for number, (said, make) in enumerate(makes.items()):
+        folder = tmp_path / f"run{number}"
+        assert main([str(folder), "--out", str(page)]) == 2
+        assert "is not a folder" in capsys.readouterr().err
+        folder.mkdir()
+        make(folder / METRICS)
         assert main([str(folder), "--out", str(page)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {folder}") and said in line and not page.exists()
     assert main([str(run), "--out", str(tmp_path / "missing" / "page.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --out: ") and "cannot be written" in line
+    assert main([str(tmp_path / ("x" * 300))]) == 2
 
 
 ROW = b'{"step": 1, "loss": 2.5, "samples": 4, "time": 1700000000.0}\n'
@@ -222,33 +216,22 @@ def test_damage_is_passed_over_and_told(
     assert page["runs"][0]["facts"]["step"] in ("1", "2")
 
 
-def test_what_is_no_file_of_the_run_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outside = tmp_path / "metrics.jsonl"
-    outside.write_bytes(ROW)
-    makes: tuple[Callable[[Path], object], ...] = (
-        os.mkfifo,
-        lambda path: path.symlink_to(outside),
-        Path.mkdir,
-    )
-    for number, make in enumerate(makes):
-        folder = tmp_path / f"run{number}"
-        folder.mkdir()
-        make(folder / "metrics.jsonl")
-        assert main([str(folder)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {folder}/metrics.jsonl")
-    assert main([str(tmp_path / ("x" * 300))]) == 2
-
-
-def test_a_folder_may_be_called_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("__DATA__", "__TITLE__", "a\x1b[2Jb\nerror: no", "b\udcff"):
-        folder = invented(tmp_path / name, [{"step": 1, "loss": 1.0}])
-        (folder / "metrics.jsonl").write_bytes(ROW + b"no row\n")
-        assert main([str(folder)]) == 0
-        said = capsys.readouterr()
-        assert all(line.isprintable() for line in (*said.out.splitlines(), *said.err.splitlines()))
-        assert not any(line.startswith("error") for line in said.err.splitlines())
-        assert data_of(folder / "report.html")["runs"][0]["name"] == name
+@pytest.mark.parametrize("name", ["<img src=x>", "__DATA__", "__TITLE__", "a\x1b[2Jb\nerror: no", "b\udcff"])
+def test_names_are_mere_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the page and to the terminal, whatever a folder, a figure or a setting is called."""
+    evil = "</script><script>alert(1)</script>"
+    row = {"step": 1, "loss": 1.0, evil: 2.0}
+    folder = invented(tmp_path / name, [row], f"note: {json.dumps(evil)}\n")
+    with (folder / METRICS).open("ab") as file:
+        file.write(b"no row\n")
+    assert main([str(folder)]) == 0
+    said = capsys.readouterr()
+    assert all(line.isprintable() for line in (*said.out.splitlines(), *said.err.splitlines()))
+    assert not any(line.startswith("error") for line in said.err.splitlines())
+    page = (folder / "report.html").read_text()
+    assert evil not in page and "<img" not in page and "alert(1)" in page and page.count("</script>") == 2
+    data = data_of(folder / "report.html")
+    assert data["runs"][0]["name"] == name and ["note", evil] in data["settings"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -283,18 +266,10 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
     assert legend and re.findall(r">(\w+)</span>", legend[1]) == ["moved", "ended"]
 
 
-LINKED = [
-    "metrics.jsonl",
-    "events.jsonl",
-    "report.html",
-    "log.txt",
-    "config.yaml",
-    ".config.yaml.partial",
-    ".lock",
-]
+LINKED = ["metrics.jsonl", "events.jsonl", "report.html", "log.txt", "config.yaml", ".config.yaml.partial"]
 
 
-@pytest.mark.parametrize("name", [*LINKED, "tensorboard"])
+@pytest.mark.parametrize("name", [*LINKED, ".lock", "tensorboard"])
 def test_a_run_writes_through_no_link(
     tmp_path: Path, corpus: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,30 +292,20 @@ def test_a_run_writes_through_no_link(
 def test_evaluations_by_name(tmp_path: Path) -> None:
     """Sources share a chart, classes too; a confusion matrix is a table, and what is none is left out."""
     matrix = {"classes": ["a", "</script>"], "counts": [[3, 1], [0, 2]]}
-    rows = [
-        {"step": 1, "loss": 2.0},
-        {
-            "step": 1,
-            "eval_loss/news": 2.5,
-            "eval_loss/code": 1.5,
-            "eval_f1.a/news": 0.5,
-            "eval_f1.b/news": 0.7,
-        }
-        | {"eval_rewards/chosen/news": 0.1, "eval_rewards/chosen/code": 0.2, "eval_rewards/margins/news": 3.0}
-        | {"eval_accuracy/news": 0.3, "eval_accuracy/code": 0.4, "eval_confusion/news": matrix}
-        | {"eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}, "eval_confusion": {"counts": 1}},
-    ]
+    numbers = ["loss/news", "loss/code", "f1.a/news", "f1.b/news", "accuracy/news", "accuracy/code"]
+    numbers += ["rewards/chosen/news", "rewards/chosen/code", "rewards/margins/news"]
+    row: dict[str, Any] = {f"eval_{name}": 1.5 for name in numbers}
+    row |= {"eval_confusion/news": matrix, "eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}}
+    rows = [{"step": 1, "loss": 2.0}, {"step": 1, **row, "eval_confusion": {"counts": 1}}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = RunRecord.read(tmp_path)
     assert run.confusions() == [{"name": "Evaluation confusion, news", "step": 1, **matrix}]
     assert run.facts()["evaluation loss, code"] == "1.5000 (best 1.5000)"
     write_report([tmp_path], tmp_path / "report.html")
     data = data_of(tmp_path / "report.html")
-    series = [metric["series"] for metric in data["metrics"]]
-    assert series[0] == ["loss", "eval_loss", "eval_loss/news", "eval_loss/code"]
-    assert ["eval_accuracy/news", "eval_accuracy/code"] in series
-    assert ["eval_f1.a/news", "eval_f1.b/news"] in series
-    assert ["eval_rewards/chosen/news", "eval_rewards/chosen/code"] in series
-    assert ["eval_rewards/margins/news"] in series
+    first, *series = [metric["series"] for metric in data["metrics"]]
+    assert first == ["loss", "eval_loss", "eval_loss/news", "eval_loss/code"]
+    for together in (numbers[2:4], numbers[4:6], numbers[6:8], numbers[8:]):
+        assert [f"eval_{name}" for name in together] in series
     assert data["metrics"][0]["hint"] == "nats a token; dashed: evaluation"
     assert data["runs"][0]["confusions"][0]["counts"] == [[3, 1], [0, 2]]

@@ -232,50 +232,46 @@ def test_a_lost_upload_loses_no_run(
     assert sum("/commit/" in one for one in hub.requests) in ((1, 2) if fault == 403 else (3, 6))
 
 
-@pytest.mark.parametrize(
-    ("settings", "server", "told"),
-    [
-        ({}, {"faults": {"whoami": [401]}}, "the hub does not know the token; set HF_TOKEN"),
-        ({}, {"role": "read"}, "the token may only read"),
-        ({"hub__repo": "other/tiny"}, {}, "does not exist, and the token's user, me, is not in other"),
-        (
-            {"hub__repo": "other/open", "hub__private": False},
-            {"repositories": {"other/open": Repository(private=False)}},
-            "the token may not write to other/open",
-        ),
-        (
-            {"hub__repo": "lab/open"},
-            {"repositories": {"lab/open": Repository(private=False)}},
-            "hub.private: lab/open exists and is public; set hub.private to false",
-        ),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+PUBLIC = Repository(private=False)
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"faults": {"whoami": [401]}}, "the hub does not know the token; set HF_TOKEN"),
+    ({}, {"role": "read"}, "the token may only read"),
+    ({"hub__repo": "other/tiny"}, {}, "does not exist, and the token's user, me, is not in other"),
+    ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "may not write to lab/tiny"),  # known on creation
+    (
+        {"hub__repo": "other/open", "hub__private": False},
+        {"repositories": {"other/open": PUBLIC}},
+        "the token may not write to other/open",
+    ),
+    (
+        {"hub__repo": "lab/open"},
+        {"repositories": {"lab/open": PUBLIC}},
+        "hub.private: lab/open exists and is public; set hub.private to false",
+    ),
+    ({}, {"token": None}, "hub.push: there is no token; set HF_TOKEN"),
+    ({}, {"offline": True}, "HF_HUB_OFFLINE is set"),
+]
+"""Settings of the run, the state of the server or of this machine, and what is told."""
+
+
+@pytest.mark.parametrize(("settings", "state", "told"), REFUSED, ids=[row[-1][:40] for row in REFUSED])
 def test_what_cannot_be_uploaded_is_refused(
-    settings: dict[str, Any], server: dict[str, Any], told: str, tmp_path: Path, hub: FakeHub
+    settings: dict[str, Any],
+    state: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    corpus: Path,
+    hub: FakeHub,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    vars(hub).update(server)
+    """Before the run leaves anything."""
+    vars(hub).update({name: value for name, value in state.items() if hasattr(hub, name)})
+    if "token" in state:
+        use(hub.url, None, monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", "offline" in state)
+    before = hub.repositories.keys() | set()
     with pytest.raises(UserError) as caught:
-        one = of(tmp_path, **settings)
-        one.check()
-        one.create()
+        run(tmp_path / "run", corpus, **settings)
     assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_refused_run_leaves_nothing(
-    tmp_path: Path, corpus: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(**settings: Any) -> str:
-        with pytest.raises(UserError) as caught:
-            run(tmp_path / "run", corpus, **settings)
-        assert not (tmp_path / "run").exists()
-        return str(caught.value)
-
-    hub.writable = {"me"}
-    assert "may not write to lab/tiny" in refused(hub__repo="lab/tiny")  # known once it is to be created
-    use(hub.url, None, monkeypatch)
-    before = len(hub.requests)
-    assert "hub.push: there is no token; set HF_TOKEN" in refused()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refused()
-    assert not hub.repositories and len(hub.requests) == before
+    assert not (tmp_path / "run").exists() and hub.repositories.keys() == before
+    assert state.keys().isdisjoint({"token", "offline"}) or not hub.requests

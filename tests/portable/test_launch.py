@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -141,6 +142,7 @@ def _dunder(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "portable.cli")
+COMMAND, LAUNCHER = ("portable-train",), ("portable-train", "--nproc", "2")
 
 
 def test_torchrun_is_joined(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
@@ -151,29 +153,37 @@ def test_torchrun_is_joined(tmp_path: Path, corpus: Path, zygote: Zygote) -> Non
     assert state["world_size"] == 2
 
 
-def assert_told_once(errors: str, message: str) -> None:
-    """``message`` on one line, and no rank with a traceback of its own; torchrun prints one of its own."""
-    told = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1, errors
-    assert message in told[0]
-    assert f"{Path(__file__).parents[2] / 'portable'}/" not in errors, errors
-    assert "onnection" not in errors.split("torch.distributed.elastic")[0], errors
-
-
-def test_a_refusal_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    with locked(tmp_path):  # which rank 0 alone asks for
-        done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=3)))
-    assert_told_once(done.stderr, "in use")
-
-
-def test_a_port_in_use_is_named(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        command = ("portable-train", *flags(tiny(tmp_path, corpus, train__micro_batch_size=3)))
-        done = zygote.run(*command, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert done.returncode == 2
-    assert_told_once(done.stderr, f"MASTER_PORT={port}: another program uses this port of 127.0.0.1")
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("command", "given", "told"),
+    [
+        (TORCHRUN, {}, "in use by another run"),  # which rank 0 alone asks for
+        (LAUNCHER, {"data__text_field": "nowhere"}, "no field 'nowhere'"),
+        (COMMAND, {}, "MASTER_PORT={port}: another program uses this port of 127.0.0.1"),
+    ],
+    ids=["torchrun", "launcher", "port"],
+)
+def test_a_refusal_is_told_once(
+    command: tuple[str, ...], given: dict[str, Any], told: str, tmp_path: Path, corpus: Path, zygote: Zygote
+) -> None:
+    """On one line, and no rank has a traceback of its own; torchrun prints one of its own."""
+    settings = flags(tiny(tmp_path / "out", corpus, train__micro_batch_size=3, **given))
+    environment: dict[str, Any] = {}
+    with contextlib.ExitStack() as held:
+        port = str(held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
+        if command == COMMAND:
+            environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if command == TORCHRUN:
+            (tmp_path / "out").mkdir()
+            held.enter_context(locked(tmp_path / "out"))
+        done = zygote.run(*command, *settings, **environment)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and told.format(port=port) in lines[0], done.stderr
+    assert f"{Path(__file__).parents[2] / 'portable'}/" not in done.stderr
+    assert "onnection" not in done.stderr.split("torch.distributed.elastic")[0]
+    if command != TORCHRUN:
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert command != LAUNCHER or done.stderr.count("\n") == 1
+    assert command == TORCHRUN or not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -311,85 +321,46 @@ def wait_until_asked(launcher: int) -> None:
     wait_for(lambda: bool(list(Path(tempfile.gettempdir()).glob(f"portable-launch-*/{STOP_REQUESTED}"))))
 
 
-def reported(zygote: Zygote, notes: Path, *arguments: object) -> tuple[str, str]:
+def reported(zygote: Zygote, folder: Path, *arguments: object) -> tuple[str, str]:
     """What :func:`report` prints, and the standard error stream."""
+    notes = folder / "notes"  # in which ranks leave word
+    notes.mkdir()
     call = f"from tests.portable.test_launch import report; report(*{arguments!r})"
-    done = zygote.run("python", "-c", call, NOTES=str(notes), TMPDIR=str(notes.parent))
+    done = zygote.run("python", "-c", call, NOTES=str(notes), TMPDIR=str(folder))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 
 
-@pytest.fixture
-def notes(tmp_path: Path) -> Path:
-    """A folder in which ranks leave word."""
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    return folder
+KILLED = "RunError: rank 1 failed first: it was killed by SIGKILL"
+FIRST_LINES = {
+    "refuses": "UserError: data.source: nothing there",
+    "breaks": "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)",
+    "exits": "RunError: rank 1 failed first: it exited with code 9",
+    "slow to end": "RunError: rank 0 failed first: the disk is full",
+    "killed, counted": f"{KILLED} by the kernel, which ran out of host memory; set this lower",
+    "killed, not counted": f"{KILLED}, but not by the kernel's OOM killer",
+    "asked early": "StoppedError: stopped by a signal before the first step; there is no checkpoint",
+    "asked twice": "StoppedError: stopped by a second signal without saving; there is no checkpoint yet",
+    "returns": "75",
+}
+"""What ranks do, and how the answer of their launcher begins."""
+OOM_KILLS = {"killed, counted": (0, 1), "killed, not counted": (3, 3)}
+"""What the kernel's counter of kills for memory is to say, before and after; the kills are real."""
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("refuses", "UserError: data.source: nothing there"),
-        ("breaks", "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)"),
-        ("exits", "RunError: rank 1 failed first: it exited with code 9"),
-        ("slow to end", "RunError: rank 0 failed first: the disk is full"),
-    ],
-)
-def test_the_first_rank_that_fails_is_reported(how: str, said: str, notes: Path, zygote: Zygote) -> None:
-    """And the other is ended, not waited for."""
-    told, errors = reported(zygote, notes, how)
-    assert told == said
+@pytest.mark.parametrize("how", FIRST_LINES)
+def test_what_a_launcher_says_of_its_ranks(how: str, tmp_path: Path, zygote: Zygote) -> None:
+    """The first that fails is named, the other is ended and not waited for, and no signal is lost."""
+    told, errors = reported(zygote, tmp_path, how.partition(",")[0], OOM_KILLS.get(how, ()))
+    assert told.startswith(FIRST_LINES[how])
+    assert ("set this lower" in told) == how.startswith("killed")
     # A traceback is for our bugs only, and not for what they led to on other ranks.
     assert errors.count("Traceback (most recent") == (how == "breaks")
+    assert how != "returns" or errors == "waiting for 2 ranks to load\n"
 
 
-def test_a_second_signal_acts_at_once(notes: Path, zygote: Zygote) -> None:
-    told, _ = reported(zygote, notes, "asked twice")
-    assert told == (
-        "StoppedError: stopped by a second signal without saving; there is no checkpoint yet, "
-        "so the same command starts over"
-    )
-
-
-@pytest.mark.parametrize(
-    ("counted", "words"),
-    [
-        ((0, 1), "killed by SIGKILL by the kernel, which ran out of host memory; set this lower"),
-        ((3, 3), "but not by the kernel's OOM killer"),
-    ],
-    ids=["counted", "not counted"],
-)
-def test_what_a_kill_most_likely_means(
-    counted: tuple[int | None, ...], words: str, notes: Path, zygote: Zygote
-) -> None:
-    """The kill is real; the kernel's counter of kills for memory is emulated."""
-    told, _ = reported(zygote, notes, "killed", counted)
-    assert told.startswith("RunError: rank 1 failed first: it was killed by SIGKILL")
-    assert words in told
-    assert "set this lower" in told
-
-
-def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = tiny(tmp_path / "out", corpus, data__text_field="nowhere", train__micro_batch_size=3)
-    run = start(zygote, tmp_path / "scratch", settings, "--nproc", "2")
-    _, errors = run.communicate(timeout=AT_MOST)
-    assert run.returncode == 2
-    assert [line[:7] for line in errors.splitlines()] == ["error: "], errors
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_signal_before_the_ranks_are_up_is_not_lost(notes: Path, zygote: Zygote) -> None:
-    told, _ = reported(zygote, notes, "asked early")
-    assert told.startswith("StoppedError: stopped by a signal before the first step; there is no checkpoint")
-
-
-def test_the_ranks_exit_code_is_handed_on(notes: Path, zygote: Zygote) -> None:
-    assert reported(zygote, notes, "returns") == ("75", "waiting for 2 ranks to load\n")
-
-
-def test_local_ranks_listen_on_the_loopback_interface_only(notes: Path, zygote: Zygote) -> None:
+def test_local_ranks_listen_on_the_loopback_interface_only(tmp_path: Path, zygote: Zygote) -> None:
     """Whoever reaches a store can write to it, and what ranks read there decides where they connect."""
-    told, errors = reported(zygote, notes, "listens")
+    told, errors = reported(zygote, tmp_path, "listens")
     lines = [line for line in (told + errors).splitlines() if line.startswith("listening on")]
     assert lines == ["listening on 0100007F"] * 2  # 127.0.0.1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from portable.config import RunConfig
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
@@ -21,8 +22,8 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective, token_loss
 from portable.model.training_loss import IGNORED
 from portable.run.batches import train_loader
-from tests.engines import Engines
-from tests.gpu.test_parity import assert_close, our_losses
+from tests.engines import ENGINES, Engines
+from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import pairs
@@ -143,27 +144,22 @@ def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> N
     torch.testing.assert_close(found, gradients(model), rtol=1e-3, atol=1e-6)
 
 
-def test_nothing_is_added_unless_the_config_asks_for_it() -> None:
-    for model_type, off in (
+@pytest.mark.parametrize(
+    ("model_type", "off"),
+    [
         ("mixtral", {"output_router_logits": False}),
         ("switch_transformers", {"output_router_logits": False}),
         ("bamba", {"z_loss_coefficient": 0.0}),
         ("llama", {}),
-    ):
-        batch = inputs(MODELS.get(model_type, "causal-lm"))
-        model, valid = built(model_type, **off), torch.tensor(7)
-        assert Objective(model, 3)(model, batch, valid)[0].equal(token_loss(model, batch) / valid)
-
-
-def test_what_looks_at_logits_has_no_head_in_parts() -> None:
+    ],
+)
+def test_nothing_is_added_unless_the_config_asks_for_it(model_type: str, off: dict[str, Any]) -> None:
     """A head in parts gives losses in place of logits, of which a z-loss would make nonsense."""
-    heads = {}
-    for z_loss in (0.1, 0.0):
-        with torch.device("meta"):
-            model = built("bamba", z_loss_coefficient=z_loss, num_hidden_layers=1, attn_layer_indices=[0])
-        heads[z_loss] = chunked_head(model, "auto")
-    assert heads[0.1] is None
-    assert heads[0.0] is not None
+    batch = inputs(MODELS.get(model_type, "causal-lm"))
+    model, valid = built(model_type, **off), torch.tensor(7)
+    assert Objective(model, 3)(model, batch, valid)[0].equal(token_loss(model, batch) / valid)
+    if model_type == "bamba":
+        assert chunked_head(model, "auto") is not None and chunked_head(built("bamba"), "auto") is None
 
 
 ROWS: dict[str, Any] = {
@@ -196,48 +192,45 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
         torch.testing.assert_close(evaluated.float(), alone.detach(), rtol=1e-6, atol=0)
 
 
-ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
-    "no_shard": (2, {"strategy": "no_shard"}),
-    "full_shard": (2, {"strategy": "full_shard", "memory__loss_chunk_tokens": 5}),
-    "recomputed, cut": (2, {"strategy": "full_shard", "memory__activation_checkpointing": "selective"}),
-    "zero3": (2, {"strategy": "zero3", "memory__activation_checkpointing": "full"}),
-}
+RECOMPUTED = "memory__activation_checkpointing"
 
 
 @pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
-    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **ROWS))
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[int], Losses]:
+    """On one rank, by the size of its micro-batches; of two sequences, the first step has a rate of 0."""
+
+    @cache
+    def of(micro: int) -> Losses:
+        given = {**ROWS, "train__micro_batch_size": micro, "train__warmup_steps": micro - 1}
+        return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **given))
+
+    return of
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_every_engine_adds_it(name: str, truth: Any, tmp_path: Path, corpus: Path, engines: Engines) -> None:
-    size, settings = ENGINES[name]
-    config = configured(tmp_path, corpus, **ROWS, **settings)
-    assert_close(engines.run(name, size, our_losses, config), truth, 1e-5, falls=0.2)
-    assert truth[0][0] > 6.5
-
-
-@pytest.mark.xla
-def test_so_does_xla(tmp_path: Path, corpus: Path, engines: Engines) -> None:
-    """Two devices take two sequences at a time as one micro-batch; the first step has a rate of exactly 0."""
-    settings = {**ROWS, "train__warmup_steps": 1}
-    pairs = configured(tmp_path / "cpu", corpus, **{**settings, "train__micro_batch_size": 2})
-    config = configured(tmp_path / "xla", corpus, **{**settings, "backend": "xla"})
-    assert_close(engines.run("xla", 2, our_losses, config), our_losses(pairs), 1e-5, falls=0.1)
+@pytest.mark.parametrize(
+    ("name", "own", "micro"),
+    [
+        ("no_shard", {}, 1),
+        ("full_shard", {"memory__loss_chunk_tokens": 5}, 1),
+        ("full_shard", {RECOMPUTED: "selective"}, 1),
+        ("zero3", {RECOMPUTED: "full"}, 1),
+        # Two devices take two sequences at a time as one micro-batch.
+        ("xla", {"train__warmup_steps": 1}, 2),
+    ],
+)
+def test_every_engine_adds_it(
+    name: str, own: dict[str, Any], micro: int, truth: Any, tmp_path: Path, corpus: Path, engines: Engines
+) -> None:
+    config = configured(tmp_path, corpus, **ROWS, **ENGINES[name].settings, **own)
+    assert_close(engines.run(name, 2, our_losses, config), truth(micro), 1e-5, falls=0.2 / micro)
+    assert truth(micro)[0][0] > 6.5
 
 
 @pytest.mark.xla
 def test_layers_computed_again_by_xla_have_none(tmp_path: Path, corpus: Path, engines: Engines) -> None:
-    config = configured(
-        tmp_path, corpus, **{**ROWS, "backend": "xla", "memory__activation_checkpointing": "full"}
-    )
-    assert "output_router_logits" in engines.run("xla", 2, refusal, config)
-
-
-def refusal(config: RunConfig) -> str:
-    with pytest.raises(UserError) as raised:
-        our_losses(config)
-    return str(raised.value)
+    config = configured(tmp_path, corpus, **ROWS, backend="xla", **{RECOMPUTED: "full"})
+    with pytest.raises(AssertionError, match=r"UserError: .*output_router_logits"):
+        engines.run("xla", 2, our_losses, config)
 
 
 # -- a pretrained model's config ---------------------------------------------------------------------------
@@ -254,19 +247,11 @@ def test_a_pretrained_mixture_has_its_router_loss(
     made = configured(tmp_path, corpus, model__config=TINY_MODEL)
     build_data(made.data, model_vocab_size=384).tokenizer.save_pretrained(tmp_path / "base")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "mixtral", **{**ROUTED, "vocab_size": 384, "num_local_experts": 4, "output_router_logits": False}
-        )
-    )
+    settings = {**CAUSAL["mixtral"], "vocab_size": 384, "output_router_logits": False}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **settings))
     model.save_pretrained(tmp_path / "base")
-    config = configured(
-        tmp_path / "run",
-        corpus,
-        model__name_or_path=str(tmp_path / "base"),
-        model__config=own or None,
-        train__micro_batch_size=6,
-    )
+    named = {"model__name_or_path": str(tmp_path / "base"), "model__config": own or None}
+    config = configured(tmp_path / "run", corpus, **named, train__micro_batch_size=6)
     with opened(config) as trial:
         batch = next(trial.batches)
         loader, trial.batches = trial.batches, cast("Any", iter([batch]))

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -117,27 +116,24 @@ def _values_of(made: Any) -> list[Any]:
     return [made, *(value for part in inside for value in _values_of(part))]
 
 
-def test_hugging_face_jobs_take_the_job(folder: Path) -> None:
-    file = written("hf-jobs", "--device", "h200:8")
-    keys = {"HF_TOKEN": "x", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    told = subprocess.run(
-        ["bash", str(file), "--dry-run"],
-        env={**os.environ, **keys, "PATH": path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert told.returncode == 0, told.stderr
-    assert "h200x8" in told.stdout and "not submitted" in told.stdout + told.stderr
-
-
-def test_cloud_tpu_prints_its_commands(folder: Path) -> None:
-    file = written("cloud-tpu", "--device", "v5p:16")
-    command = ["bash", str(file), "us-east5-a", "--print"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    assert "--accelerator-type=v5p-32" in told.stdout and "s3://bucket/run" in told.stdout
+@pytest.mark.parametrize(
+    ("target", "device", "words", "told"),
+    [
+        ("hf-jobs", "h200:8", ["--dry-run"], ["h200x8", "not submitted"]),
+        ("cloud-tpu", "v5p:16", ["us-east5-a", "--print"], ["--accelerator-type=v5p-32", "s3://bucket/run"]),
+    ],
+)
+def test_a_script_tells_what_it_would_do(
+    target: str, device: str, words: list[str], told: list[str], folder: Path
+) -> None:
+    """hf-jobs by the client of Hugging Face."""
+    file = written(target, "--device", device)
+    keys = {"HF_TOKEN": "x", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_HUB_OFFLINE": "1"}
+    keys["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command, environment = ["bash", str(file), *words], {**os.environ, **keys}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout + done.stderr for word in told)
 
 
 REFUSED = [
@@ -237,20 +233,19 @@ def test_a_preempted_run_goes_on_under_another_program(
         names = s3.names("run/checkpoints/")
         return max((int(n[5:11]) for n in names if n.endswith("_COMPLETE")), default=0)
 
-    def wait(process: subprocess.Popen[bytes], beyond: int) -> None:
+    def started_and_saving(target: str, beyond: int) -> subprocess.Popen[bytes]:
+        process = started(target)
         wait_for(lambda: saved() > beyond or process.poll() is not None)
         assert process.poll() is None, process.returncode
+        return process
 
-    first = started("sky")
-    wait(first, 0)
+    first = started_and_saving("sky", 0)
     rank = stands_for(first.pid)
     os.kill(rank, signal.SIGKILL)  # no notice
     first.wait()
-    while Path(f"/proc/{rank}").exists():  # the next one would wait a minute for its lease
-        time.sleep(0.05)
+    wait_for(lambda: not Path(f"/proc/{rank}").exists())  # the next one would wait a minute for its lease
     after_kill = saved()
-    second = started("jobset")
-    wait(second, after_kill)
+    second = started_and_saving("jobset", after_kill)
     second.send_signal(signal.SIGTERM)
     assert second.wait(120) == 75, (folder / "jobset" / "log").read_text()
     after_term = saved()
@@ -259,5 +254,4 @@ def test_a_preempted_run_goes_on_under_another_program(
     (folder / "run.yaml").write_text(text)
     assert started("dstack").wait(120) == 0, (folder / "dstack" / "log").read_text()
     rows = [json.loads(line) for line in s3.get("run/metrics.jsonl").splitlines()]
-    steps = [row["step"] for row in rows if "loss" in row]
-    assert steps == list(range(1, after_term + 3))
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, after_term + 3))

@@ -1,13 +1,27 @@
-"""Mixtures: which sample of which source stands where, on any number of ranks, and in whole runs."""
+"""Mixtures: which sample of which source stands where, on any number of ranks, and in whole runs.
+
+The promise about the order is held by the ids of samples, from the batches that ranks really get: sample *i*
+of a mixture with a stream is the same on any number of ranks and workers, after kills and with any state of
+the cache; no sample comes twice in an epoch of its source, and none is left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from portable.config.sections import DataConfig
@@ -19,6 +33,7 @@ from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.portable.data_support import token_cache, write_jsonl
+from tests.portable.order_support import BATCH, SOURCES, settings, steps, write_sources
 from tests.runs import configured, write_conversations, write_corpus
 
 WEIGHTS: list[Sequence[float]] = [
@@ -37,34 +52,34 @@ def test_each_source_has_a_seed_of_its_own() -> None:
     assert len({seed_of(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
-    """Each position has one source, which counts up by one, and no prefix is off by more than stated."""
-    deal = Interleave(weights)
-    shares = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in weights) for weight in weights]
-    bound = Fraction(math.ceil(math.log2(len(weights))), 2)
-    seen = [0] * len(weights)
-    for position in range(4000):
+def dealt(deal: Interleave | Schedule, sources: int, count: int) -> Iterator[list[int]]:
+    """Check that each position has one source, which counts up by one; yield how often each came so far."""
+    seen = [0] * sources
+    for position in range(count):
         assert deal.counts(position) == seen
         source, number = deal(position)
         assert number == seen[source]
         seen[source] += 1
-        assert max(abs(n - share * (position + 1)) for n, share in zip(seen, shares, strict=True)) <= bound
+        yield seen
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
+    """No prefix is off by more than stated."""
+    deal = Interleave(weights)
+    shares = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in weights) for weight in weights]
+    bound = Fraction(math.ceil(math.log2(len(weights))), 2)
+    for at, seen in enumerate(dealt(deal, len(weights), 4000), 1):
+        assert max(abs(n - share * at) for n, share in zip(seen, shares, strict=True)) <= bound
     far = 10**15 + 7
     counts = deal.counts(far)
-    assert sum(counts) == far
     source, number = deal(far)
-    assert number == counts[source]
+    assert sum(counts) == far and number == counts[source]
 
 
 def test_a_schedule_changes_weights_and_goes_on() -> None:
     deal = Schedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
-    seen = [0, 0]
-    for position in range(2000):
-        assert deal.counts(position) == seen
-        source, number = deal(position)
-        assert number == seen[source]
-        seen[source] += 1
+    *_, seen = dealt(deal, 2, 2000)
     assert deal.counts(100) == [50, 50] and deal.counts(1000) == [50, 950] and seen == [800, 1200]
 
 
@@ -81,14 +96,10 @@ def mixture(folder: Path, shares: Sequence[Share]) -> Mixture:
     return Mixture(parts, dict(zip(parts, shares, strict=True)))
 
 
-def places(samples: Samples, first: int, count: int) -> list[tuple[int, int]]:
-    return [samples.locate(position, 7) for position in range(first, first + count)]
-
-
 def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
     mixed = mixture(tmp_path, [Share(epochs=1.0), Share(epochs=2.0), Share(epochs=10.0)])
     assert mixed.epoch_samples == 300 + 240 + 70
-    taken = places(mixed, 0, mixed.epoch_samples)
+    taken = [mixed.locate(position, 7) for position in range(mixed.epoch_samples)]
     assert sorted(taken) == sorted(
         [(0, n) for n in range(300)]
         + [(epoch, 300 + n) for epoch in range(2) for n in range(120)]
@@ -99,7 +110,7 @@ def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
 # -- settings and whole runs --------------------------------------------------------------------------------
 
 
-def settings(folder: Path, sources: Sequence[dict[str, Any]], **more: Any) -> DataConfig:
+def of_two(folder: Path, sources: Sequence[dict[str, Any]], **more: Any) -> DataConfig:
     for name in ("web", "code"):
         texts = ({"text": f"{name} {i}: " + "word " * (i % 9 + 5)} for i in range(80))
         write_jsonl(folder / f"{name}.jsonl", texts)
@@ -114,36 +125,16 @@ def settings(folder: Path, sources: Sequence[dict[str, Any]], **more: Any) -> Da
     )
 
 
-def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
-    """Other weights are another order, so another run."""
-    web = {"name": "web", "source": "web.jsonl"}
-    code = {"name": "code", "source": "code.jsonl"}
-
-    def built(*shares: float, **more: Any) -> Any:
-        sources = [{**web, "weight": shares[0]}, {**code, "weight": shares[1]}]
-        return build_data(settings(tmp_path, sources, **more), global_batch_size=4)
-
-    data = built(3, 1)
-    assert list(data.evals) == ["web", "code"]
-    assert data.fingerprint == built(3, 1).fingerprint != built(3, 2).fingerprint
-    later = built(3, 1, weight_schedule=({"step": 5, "weights": {"code": 1}},))
-    assert later.fingerprint != data.fingerprint
-    first = [data.train.locate(position, 0) for position in range(60)]
-    assert [later.train.locate(position, 0) for position in range(20)] == first[:20]
-    assert all(later.train.source_name(later.train.locate(p, 0)[1]) == "code" for p in range(20, 60))
-
-
-def test_the_same_data_twice_is_refused(tmp_path: Path) -> None:
-    sources = [{"name": "a", "source": "web.jsonl"}, {"name": "b", "source": "web.jsonl"}]
-    with pytest.raises(UserError, match=r"data.sources.b: has the same data as data.sources.a"):
-        build_data(settings(tmp_path, sources))
-
-
-def test_an_error_in_a_source_names_it(tmp_path: Path) -> None:
-    wrong = {"name": "b", "source": "code.jsonl", "text_field": "txt"}
-    sources = [{"name": "a", "source": "web.jsonl"}, wrong]
-    with pytest.raises(UserError, match=r"^data.sources.b.text_field: .* no field 'txt'"):
-        build_data(settings(tmp_path, sources))
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({"source": "web.jsonl"}, r"data.sources.b: has the same data as data.sources.a"),
+        ({"source": "code.jsonl", "text_field": "txt"}, r"^data.sources.b.text_field: .* no field 'txt'"),
+    ],
+)
+def test_an_error_in_a_source_names_it(second: dict[str, str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        build_data(of_two(tmp_path, [{"name": "a", "source": "web.jsonl"}, {"name": "b", **second}]))
 
 
 @pytest.mark.usefixtures("brief_runs")
@@ -179,3 +170,129 @@ def test_a_run_of_texts_and_conversations(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="other tokens, or in other shares"):
         sources[0]["weight"] = 2
         run_rank("cpu", configured(folder, texts, **given))
+
+
+# -- from the batches of ranks ---------------------------------------------------------------------------
+
+
+def order(folder: Path, count: int, world_size: int = 1, workers: int = 0) -> npt.NDArray[np.int64]:
+    data = build_data(settings(folder), seed=5)
+    taken = steps(data, world_size, workers)
+    found = np.stack(list(islice(taken, count)))
+    taken.close()
+    return found
+
+
+def check_epochs(samples: npt.NDArray[np.int64], expected: dict[str, npt.NDArray[np.int64]]) -> list[int]:
+    """Check that each epoch of each source has every sample once; return the number of epochs by source."""
+    source, number = np.divmod(samples.ravel(), 10**6)
+    counted = []
+    for name, at in SOURCES.items():
+        of, size = number[source == at], len(expected[name])
+        whole = len(of) // size
+        epochs = of[: whole * size].reshape(-1, size)
+        assert (np.sort(epochs, axis=1) == expected[name]).all()
+        rest = of[whole * size :]
+        assert len(np.unique(rest)) == len(rest)
+        assert size < 10 or len({epoch.tobytes() for epoch in epochs}) == whole  # an order of its own
+        counted.append(whole)
+    return counted
+
+
+def samples_of(folder: Path) -> dict[str, npt.NDArray[np.int64]]:
+    """The samples of each source. The last record of a file has no next token, and so is no sample."""
+    found = {}
+    for name in SOURCES:
+        first, known = 0, []
+        for path in sorted((folder / name).iterdir()) if name == "web" else [folder / f"{name}.jsonl"]:
+            count = len(path.read_text().splitlines())
+            known.append(np.arange(first, first + count - 1))
+            first += count
+        found[name] = np.concatenate(known)
+    return found
+
+
+# -- the quick part -----------------------------------------------------------------------------------------
+
+
+def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
+    """Over two epochs of the stream, exactly; a resume with the manifest and an empty cache goes on."""
+    write_sources(tmp_path, shards=7, records=60)
+    whole = order(tmp_path, 20)
+    web, code, books = check_epochs(whole, samples_of(tmp_path))
+    assert web >= 2 and code >= 1 and books > 50
+    for world_size in (2, 3, 7):
+        assert (order(tmp_path, 20, world_size) == whole).all()
+    data = build_data(settings(tmp_path), seed=5)
+    state = data.train.state()
+    shutil.rmtree(tmp_path / "cache")
+    resumed = build_data(settings(tmp_path), seed=5)
+    resumed.train.adopt(state)
+    taken = steps(resumed, 3, 0, 13 * BATCH)
+    assert (np.stack(list(islice(taken, 7))) == whole[13:]).all()
+    taken.close()
+
+
+# -- the whole of it ----------------------------------------------------------------------------------------
+
+STEPS = 1200
+"""More than 10^5 samples."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, npt.NDArray[np.int64]]:
+    """The sources, and their order on one rank without workers."""
+    folder = tmp_path_factory.mktemp("large") / "data"
+    write_sources(folder)
+    whole = order(folder, STEPS)
+    assert whole.size > 100_000
+    web, code, books = check_epochs(whole, samples_of(folder))
+    assert web >= 3 and code >= 10 and books > 3000
+    return folder, whole
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [0, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_a_hundred_thousand_samples(
+    world_size: int, workers: int, large: tuple[Path, npt.NDArray[np.int64]]
+) -> None:
+    """On ranks in turn; those with workers from an empty cache on."""
+    folder, whole = large
+    if workers:
+        shutil.rmtree(folder / "cache", ignore_errors=True)  # an earlier stream may still be ending
+    assert (order(folder, STEPS, world_size, workers) == whole).all()
+
+
+@pytest.mark.exhaustive
+def test_killed_at_random_and_moved(large: tuple[Path, npt.NDArray[np.int64]]) -> None:
+    """Every batch that any launch took, on other ranks and workers each time, some with an emptied cache."""
+    folder, whole = large
+    chance = random.Random(7)
+    launches = 0
+    while launches < 40:
+        world_size, workers = chance.choice([1, 2, 3, 4, 7]), chance.choice([0, 0, 1, 2])
+        if chance.random() < 0.4:
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+        process = launch(folder, world_size, workers, STEPS)
+        launches += 1
+        try:
+            process.wait(chance.uniform(4, 20))
+            assert process.returncode == 0
+            break
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    else:
+        launch(folder, 1, 0, STEPS).wait(timeout=300)
+    rows = np.fromfile(folder / "taken", dtype="<i8").reshape(-1, 1 + BATCH)
+    assert launches > 3 and set(rows[:, 0]) == set(range(STEPS))
+    assert (rows[:, 1:] == whole[rows[:, 0]]).all()
+
+
+def launch(folder: Path, world_size: int, workers: int, steps: int) -> subprocess.Popen[bytes]:
+    """A process of its own group that takes batches until it is killed."""
+    given = [str(folder), str(world_size), str(workers), str(steps)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.portable.order_support", *given], start_new_session=True
+    )

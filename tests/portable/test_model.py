@@ -1,79 +1,188 @@
-"""Initial weights: as transformers draws them, and the same whoever draws them."""
+"""Models: configs, initial weights as transformers draws them, and pretrained ones as it reads them."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from portable.config import load_config
-from portable.config.sections import ModelConfig
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import InitialWeights
 from portable.model.layers import transformer_layers
-from portable.model.parameters import materialize
-from portable.model.pretrained import pretrained_weights
+from portable.model.parameters import state_tensors
+from portable.model.pretrained import PretrainedWeights, pretrained_weights
+from tests.architectures import TASKS, pairs
 from tests.tiny_models import tiny_config
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
-    "bert": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
 }
-TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
+UNTIED = {**SMALL, "tie_word_embeddings": False}
+MOE = {**SMALL, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 4}
 
 
-def settings_of(family: str, **config: Any) -> Any:
-    task = TASKS.get(family, "causal-lm")
-    given: dict[str, Any] = {"model": {"config": {"model_type": family, **config}, "task": task}}
-    if task != "causal-lm":
-        given["data"] = {"source": "text.jsonl"}
-    return load_config(given).model
+def chosen(task: str = "causal-lm", **model: Any) -> Any:
+    """The ``model`` section."""
+    data = {} if task == "causal-lm" else {"data": {"source": "text.jsonl"}}
+    return load_config({"model": {"task": task, **model}, **data}).model
 
 
-def blueprint(family: str) -> InitialWeights:
-    settings = settings_of(family, vocab_size=300, **FAMILIES[family])
-    return InitialWeights.of(models.build_model(models.model_config(settings), settings))
+def built(settings: Any) -> Any:
+    return models.build_model(models.model_config(settings), settings)
 
 
-def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    def build(hidden: int) -> Any:
-        config = {"model_type": "llama", "vocab_size": 300, **FAMILIES["llama"], "hidden_size": hidden}
-        settings = load_config({"model": {"config": config}}).model
-        return models.build_model(models.model_config(settings), settings)
+# -- initial weights ---------------------------------------------------------------------------------------
 
-    small = build(32)
-    materialize(small, torch.device("cpu"))
-    small.save_pretrained(tmp_path)
-    settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
-    with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
-        pretrained_weights(settings, build(64))
-    config = {"model_type": "llama", "hidden_size": 63, "num_attention_heads": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"^model\.name_or_path: .*63.* is not a multiple"):
-        models.model_config(settings)
+# What sets its weights in a way of its own: in a constructor, in the model above, by depth, before a tie.
+ARCHITECTURES = [
+    ("llama", "causal-lm"),
+    ("gpt2", "causal-lm"),
+    ("openai-gpt", "causal-lm"),  # a layer's matrices are drawn by its constructor
+    ("apertus", "causal-lm"),  # an activation with parameters
+    ("falcon_h1", "causal-lm"),  # the model's rule looks into its layers
+    ("mamba2", "causal-lm"),
+    ("gpt_oss", "causal-lm"),
+    ("zamba2", "causal-lm"),  # layers that share weights
+    ("modernbert", "masked-lm"),  # the head has another rule than the table it is tied to
+    ("roberta", "masked-lm"),  # a padding row
+    ("funnel", "masked-lm"),
+    ("t5", "seq2seq-lm"),
+    ("bart", "seq2seq-lm"),
+    ("bert", "sequence-classification"),
+]
+
+LARGEST = 5_000_000  # parameters of what is swept
 
 
-def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
-    """The way of every fine-tuning: what the checkpoint lacks is named, what it has is found."""
-    from transformers import AutoModel
+def blueprint(model_type: str, task: str) -> InitialWeights:
+    return InitialWeights.of(built(chosen(task, config=tiny_config(model_type))))
 
-    bert = blueprint("bert").model
-    base = AutoModel.from_config(bert.config)
-    base.save_pretrained(tmp_path)
-    settings = load_config(
-        {"model": {"name_or_path": str(tmp_path), "task": "masked-lm"}, "data": {"source": "text.jsonl"}}
-    ).model
-    weights = pretrained_weights(settings, bert)
-    assert all(name.startswith("cls.") for name in weights.missing)
-    key = "bert.encoder.layer.0.attention.self.query.weight"
-    expected = base.state_dict()["encoder.layer.0.attention.self.query.weight"]
-    assert torch.equal(torch.from_numpy(weights.found[key].read()), expected)
 
+def drawn(ours: InitialWeights, **parts: int) -> dict[str, torch.Tensor]:
+    """All weights by name; no part repeats one of another's."""
+    weights: dict[str, torch.Tensor] = {}
+    for part in ours.initial_weights(3, **parts):
+        assert not weights.keys() & part.keys()
+        weights.update({name: torch.from_numpy(weight.read()) for name, weight in part.items()})
+    return weights
+
+
+def reference(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    kind: Any = type(model)
+    torch.manual_seed(3)
+    return {n: t.detach() for n, t in state_tensors(kind._from_config(model.config)).items()}
+
+
+def unlike(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    """How two draws differ that ought to come of one distribution, with six standard errors of tolerance."""
+    if ours.shape != theirs.shape:
+        return f"shape {list(ours.shape)} for {list(theirs.shape)}"
+    ours, theirs, size = ours.double(), theirs.double(), max(theirs.numel(), 1)
+    if size < 2 or float(theirs.std()) == 0:
+        same = torch.allclose(ours, theirs, atol=0.1) if size < 2 else torch.equal(ours, theirs)
+        return None if same else f"{ours.flatten()[:2].tolist()} for {theirs.flatten()[:2].tolist()}"
+    if size < 16:  # too few for a spread
+        return None if float(ours.std()) > 0 else "all the same"
+    spread, mean = float(theirs.std()), float(theirs.mean())
+    if abs(float(ours.std()) - spread) > 6 * spread / math.sqrt(size):
+        return f"std {float(ours.std()):.4g} for {spread:.4g}"
+    if abs(float(ours.mean()) - mean) > 6 * spread * math.sqrt(2 / size):
+        return f"mean {float(ours.mean()):.4g} for {mean:.4g}"
+    zeros = float((ours == 0).double().mean()), float((theirs == 0).double().mean())
+    return None if abs(zeros[0] - zeros[1]) < 0.01 else f"{zeros[0]:.0%} zeros for {zeros[1]:.0%}"
+
+
+def check(model_type: str, task: str) -> None:
+    ours = blueprint(model_type, task)
+    theirs = reference(ours.model)
+    at_once = drawn(ours)
+    assert at_once.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(at_once[name], theirs[name])] == []
+    by_layers = drawn(ours, part_bytes=1)
+    assert by_layers.keys() == theirs.keys()
+    differences = {name: unlike(by_layers[name], tensor) for name, tensor in theirs.items()}
+    assert {name: how for name, how in differences.items() if how} == {}
+
+
+@pytest.mark.parametrize(("model_type", "task"), ARCHITECTURES)
+def test_initial_weights_are_those_of_from_config(model_type: str, task: str) -> None:
+    check(model_type, task)
+
+
+def test_parts_are_drawn_apart_and_one_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = blueprint("gpt2", "causal-lm")
+    made: list[int] = []
+    build = InitialWeights._built
+
+    def counted(self: InitialWeights, seed: int) -> PreTrainedModel:
+        model = build(self, seed)
+        made.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
+        return model
+
+    monkeypatch.setattr(InitialWeights, "_built", counted)
+    one, again = drawn(ours, part_bytes=1), drawn(ours, part_bytes=1)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    name = "transformer.h.{}.attn.c_attn.weight"
+    assert not torch.equal(one[name.format(0)], one[name.format(1)])
+    layer = sum(p.numel() for p in ours.model.transformer.h[0].parameters())
+    rest = sum(p.numel() for p in ours.model.parameters()) - 2 * layer
+    assert made == 2 * [0, rest, layer, layer]  # the first tells in which order layers are made
+
+
+def test_what_has_no_value_at_all_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was in that memory before, which differs from rank to rank and may be no number."""
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    construct = GPT2Attention.__init__
+
+    def forgetful(module: Any, *args: Any, **kwargs: Any) -> None:
+        construct(module, *args, **kwargs)
+        module.forgotten = torch.nn.Parameter(torch.empty(64, 64))
+
+    monkeypatch.setattr(GPT2Attention, "__init__", forgetful)
+    ours = blueprint("gpt2", "causal-lm")
+    for size in (1, 1 << 30):
+        weights = drawn(ours, part_bytes=size)
+        assert int(weights["transformer.h.1.attn.forgotten"].count_nonzero()) == 0
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("task", TASKS)
+def test_initial_weights_of_every_architecture(task: str) -> None:
+    """Of all whose default config becomes small by :func:`tests.tiny_models.tiny_config`."""
+    wrong, compared = {}, 0
+    for model_type in (pair.model_type for pair in pairs() if pair.task == task):
+        try:
+            model = blueprint(model_type, task).model
+            small = sum(parameter.numel() for parameter in model.parameters()) < LARGEST
+        except Exception:  # not a model of text alone, or of other sizes
+            continue
+        if not small:
+            continue
+        compared += 1
+        try:
+            check(model_type, task)
+        except Exception as error:
+            wrong[model_type] = str(error)
+    assert compared > 15
+    assert wrong == {}
+
+
+# -- configs -----------------------------------------------------------------------------------------------
 
 PUBLISHED = {
     "architectures": ["T5ForConditionalGeneration"],
@@ -86,28 +195,21 @@ PUBLISHED = {
     "torch_dtype": "float32",
     "transformers_version": "4.6.0",
 }
+EACH = {"gemma4_text": "head_dim", "neomme": "sliding_window"}
+"""Settings that differ from layer to layer: such a config has an error for whoever asks for the one value."""
 
 
-def test_keys_of_published_configs_are_taken_and_others_refused(tmp_path: Path) -> None:
+def test_keys_of_published_configs_are_taken(tmp_path: Path) -> None:
     """What is for generation, and for programs of the past, changes nothing here."""
-    settings = settings_of("t5", **PUBLISHED)
+    settings = chosen("seq2seq-lm", config={"model_type": "t5", **PUBLISHED})
     config = models.model_config(settings)
     assert config.decoder_start_token_id == 0
     config.save_pretrained(tmp_path)
     models.build_model(config, settings)
-    for key in ("numm_beams", "_from_model_config"):
-        with pytest.raises(UserError, match=rf"^model\.config\.{key}: T5Config has no such setting"):
-            models.model_config(settings_of("t5", **{key: 4}))
-
-
-@pytest.mark.parametrize(("model_type", "key"), [("gemma4_text", "head_dim"), ("neomme", "sliding_window")])
-def test_a_setting_that_differs_from_layer_to_layer(model_type: str, key: str) -> None:
-    """Such a config has an error for whoever asks it for the one value."""
-    from transformers import AutoConfig
-
-    value = AutoConfig.for_model(model_type).to_dict()[key]
-    config = models.model_config(settings_of(model_type, **{key: value}))
-    assert config.to_dict()[key] == value
+    for model_type, key in EACH.items():
+        value = AutoConfig.for_model(model_type).to_dict()[key]
+        config = models.model_config(chosen(config={"model_type": model_type, key: value}))
+        assert config.to_dict()[key] == value
 
 
 @pytest.mark.parametrize(("model_type", "task"), [("phi3", "causal-lm"), ("modernbert", "masked-lm")])
@@ -115,45 +217,201 @@ def test_a_default_padding_id_beyond_a_small_vocabulary(model_type: str, task: s
     """The planner builds the model before there is a tokenizer."""
     config = {"model_type": model_type, "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 4} if model_type == "phi3" else {}
-    data = {"source": "text.jsonl"}
-    settings = load_config({"model": {"config": config, "task": task}, "data": data}).model
-    models.build_model(models.model_config(settings), settings)
-    given = load_config(
-        {"model": {"config": {**config, "pad_token_id": 96}, "task": task}, "data": data}
-    ).model
+    built(chosen(task, config=config))
     with pytest.raises(UserError, match="building the model failed"):
-        models.build_model(models.model_config(given), given)
+        built(chosen(task, config={**config, "pad_token_id": 96}))
 
 
 @pytest.mark.parametrize("name", ["eager", "grouped_mm"])
 def test_the_way_that_experts_are_computed(name: str) -> None:
-    def built(**config: Any) -> Any:
-        given = {"config": {"vocab_size": 300, **FAMILIES["llama"], **config}, "experts": name}
-        settings = load_config({"model": given}).model
-        return models.build_model(models.model_config(settings), settings)
-
-    mixtral = built(model_type="mixtral", num_local_experts=4, num_key_value_heads=2)
+    mixtral = built(chosen(config={"model_type": "mixtral", **MOE}, experts=name))
     assert mixtral.config._experts_implementation == name
-    with pytest.raises(UserError, match=r"model.experts: LlamaForCausalLM has no experts in one tensor"):
-        built(model_type="llama")
 
 
 def test_lists_within_a_list_are_no_layers() -> None:
     """They are never called: nothing would gather what is in them."""
-    model_of = {"config": tiny_config("funnel"), "task": "masked-lm"}
-    settings = load_config({"model": model_of, "data": {"source": "text.jsonl"}}).model
-    model = models.build_model(models.model_config(settings), settings)
-    layers = transformer_layers(model)
+    layers = transformer_layers(built(chosen("masked-lm", config=tiny_config("funnel"))))
     assert {type(layer).__name__ for _, layer in layers} == {"FunnelLayer"}
     assert layers[0][0] == "funnel.encoder.blocks.0.0"
 
 
-def test_models_that_are_not_of_the_task_are_refused() -> None:
-    for model_type, task, told in (
-        ("gpt2", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder-decoder model"),
-        ("musicgen", "causal-lm", "model.config: Multiple valid text configs"),
-        ("gemma4_assistant", "causal-lm", "model.config: gemma4_assistant: Class validation error"),
-    ):
-        settings = ModelConfig(config={"model_type": model_type}, task=task)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match=f"^{told}"):
-            models.model_config(settings)
+@pytest.mark.parametrize(
+    ("task", "model", "told"),
+    [
+        ("seq2seq-lm", {"config": {"model_type": "gpt2"}}, "model.task: seq2seq-lm needs an encoder-decoder"),
+        ("causal-lm", {"config": {"model_type": "musicgen"}}, "model.config: Multiple valid text configs"),
+        (
+            "causal-lm",
+            {"config": {"model_type": "gemma4_assistant"}},
+            "model.config: gemma4_assistant: Class validation error",
+        ),
+        (
+            "seq2seq-lm",
+            {"config": {"model_type": "t5", "numm_beams": 4}},
+            r"model\.config\.numm_beams: T5Config has no such setting",
+        ),
+        (
+            "seq2seq-lm",
+            {"config": {"model_type": "t5", "_from_model_config": 4}},
+            r"model\.config\._from_model_config: T5Config has no such setting",
+        ),
+        (
+            "causal-lm",
+            {"config": {"model_type": "llama", **SMALL}, "experts": "eager"},
+            "model.experts: LlamaForCausalLM has no experts in one tensor",
+        ),
+    ],
+)
+def test_what_is_no_model_of_the_task_is_refused(task: str, model: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=f"^{told}"):
+        built(chosen(task, **model))
+
+
+# -- pretrained weights ------------------------------------------------------------------------------------
+
+# By what transformers does to them between the file and the model.
+ARCHITECTURES_OF_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("causal-lm", SMALL),  # another name for the head
+    "mixtral": ("causal-lm", MOE),  # experts are stacked
+    "llama": ("causal-lm", {**SMALL, "tie_word_embeddings": True}),
+    "bert": ("masked-lm", SMALL),
+    "t5": ("seq2seq-lm", {"vocab_size": 96, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+}
+
+
+def saved(folder: Path, model_type: str, task: str, config: dict[str, Any]) -> Any:
+    """A checkpoint in the layout that transformers publishes, of numbers that no initialization draws."""
+    import transformers
+
+    auto: Any = getattr(transformers, models.AUTO_CLASSES[task])
+    model = auto.from_config(AutoConfig.for_model(model_type, **config))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float32)
+
+
+def read(weights: PretrainedWeights) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.found.items()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "translated"), [*((name, True) for name in ARCHITECTURES_OF_FILES), ("mixtral", False)]
+)
+def test_weights_are_those_of_from_pretrained(
+    model_type: str, translated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where transformers' table cannot be read, which leaves the work to transformers."""
+    task, config = ARCHITECTURES_OF_FILES[model_type]
+    theirs = state_tensors(saved(tmp_path, model_type, task, config))
+    settings = chosen(task, name_or_path=str(tmp_path))
+    model = built(settings)
+
+    def whole(*_: Any, **__: Any) -> None:
+        raise AssertionError("the whole model was loaded into the host's memory")
+
+    if translated:
+        monkeypatch.setattr(type(model), "from_pretrained", whole)
+    else:
+        monkeypatch.setattr("portable.model.pretrained._translated", lambda *_: None)
+    weights = pretrained_weights(settings, model)
+    assert weights.notes() == []
+    ours = read(weights)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    if model_type == "mixtral":
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        part = weights.found[name].read((slice(1, 3), slice(5, 9), slice(0, 32)))
+        assert torch.equal(torch.from_numpy(part), theirs[name][1:3, 5:9])
+
+
+def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
+    """The way of every fine-tuning: what the checkpoint lacks is named, what it has is found."""
+    bert = built(chosen("masked-lm", config={"model_type": "bert", **SMALL}))
+    base = AutoModel.from_config(bert.config)
+    base.save_pretrained(tmp_path)
+    weights = pretrained_weights(chosen("masked-lm", name_or_path=str(tmp_path)), bert)
+    assert all(name.startswith("cls.") for name in weights.missing)
+    key = "encoder.layer.0.attention.self.query.weight"
+    assert torch.equal(torch.from_numpy(weights.found[f"bert.{key}"].read()), base.state_dict()[key])
+
+
+def test_what_the_checkpoint_has_for_nothing_is_told(tmp_path: Path) -> None:
+    """A causal language model's folder for a classifier: the head goes, another comes."""
+    saved(tmp_path, "llama", "causal-lm", UNTIED)
+    rewritten(
+        tmp_path, lambda tensors: tensors.update({f"model.layers.{i}.new": torch.ones(2) for i in (0, 1)})
+    )
+    settings = chosen("sequence-classification", name_or_path=str(tmp_path))
+    assert pretrained_weights(settings, built(settings)).notes() == [
+        "newly initialized: score.weight",
+        "in the checkpoint but not used: lm_head.weight, model.layers.*.new (2)",
+    ]
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def replaced(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.clear()
+    tensors["something.else"] = torch.ones(3)
+
+
+def of_another_dtype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
+
+
+def beheaded(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["a.head.of.old"] = tensors.pop("embed_out.weight")
+
+
+def quantized(**how: Any) -> dict[str, Any]:
+    return {"quantization_config": how}
+
+
+Change = Callable[[dict[str, torch.Tensor]], object]
+CANNOT_BE: list[tuple[str, Change, dict[str, Any], str]] = [
+    ("gpt_neox", beheaded, {}, r"output head lm_head\.weight \(it has a\.head\.of\.old, not used\)"),
+    ("llama", replaced, {}, "none of the checkpoint's 1 tensors belongs to a LlamaForCausalLM"),
+    ("llama", dict, {"hidden_size": 64}, "has shape .* in the checkpoint"),
+    (
+        "llama",
+        dict,
+        {"hidden_size": 63, "num_attention_heads": 8},
+        r"^model\.name_or_path: .*63.* is not a mul",
+    ),
+    (
+        "llama",
+        dict,
+        {"tie_word_embeddings": True},
+        r"lm_head\.weight differ in the checkpoint, but its config",
+    ),
+    ("llama", of_another_dtype, {}, r"up_proj\.weight is stored as .*use a checkpoint in float32"),
+    (
+        "llama",
+        of_another_dtype,
+        quantized(quant_method="gptq", bits=4),
+        r"up_proj\.weight belongs to no weight",
+    ),
+    ("llama", of_another_dtype, quantized(quant_method="a new one"), r"quantized \(a new one\)"),
+]
+"""Checkpoints with other tensors and other settings; what is told."""
+
+
+@pytest.mark.parametrize(("model_type", "change", "config", "told"), CANNOT_BE)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    model_type: str, change: Change, config: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, model_type, "causal-lm", UNTIED)
+    rewritten(tmp_path, change)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    settings = chosen(name_or_path=str(tmp_path))
+    with pytest.raises(UserError, match=told):
+        pretrained_weights(settings, built(settings))

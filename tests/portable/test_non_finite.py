@@ -10,13 +10,16 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
+from portable.config import RunConfig
 from portable.data.samples.order import locate
 from portable.errors import RunError
 from portable.model import build as models
@@ -27,22 +30,14 @@ from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.replay import MicroBatch, once_each
 from portable.run.resolve import resolve
+from tests.engines import Engines
 from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
-
-pytest.importorskip("deepspeed")
-
-from collections.abc import Iterator
-from pathlib import Path
-
-from portable.config import RunConfig
-from tests.engines import Engines
 
 GLOBAL_BATCH, BAD_STEP, BAD_ROW = 8, 3, 6  # the row is the last rank's
 BAD_SAMPLE = (BAD_STEP - 1) * GLOBAL_BATCH + BAD_ROW
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
-    "no_shard": (2, {"strategy": "no_shard"}),
     "full_shard": (2, {"strategy": "full_shard"}),
     "full_shard, offload": (2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
     "zero1, bf16": (2, {"strategy": "zero1", "precision": "bf16"}),
@@ -72,16 +67,17 @@ def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[i
     config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
     backend = create_backend("cpu")
     samples = prepare(resolve(config, backend.name), backend).data.train
-    tokens: list[int] = samples.batch([locate(BAD_SAMPLE, len(samples), config.seed)])["input_ids"][
-        0
-    ].tolist()
+    batch = samples.batch([locate(BAD_SAMPLE, len(samples), config.seed)])
+    tokens: list[int] = batch["input_ids"][0].tolist()
     return tokens
 
 
-@contextlib.contextmanager
-def breaking(kind: str, bad_tokens: list[int]) -> Iterator[None]:
-    """Models built meanwhile break over ``bad_tokens``; over every sample, where there are none."""
-    build = models.build_model
+def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = None) -> tuple[str, str]:
+    """What a leg printed to stdout and stderr, and how it ended if it did not end well.
+
+    Its model breaks over ``bad_tokens``; over every sample, where there are none.
+    """
+    build, out, err = models.build_model, io.StringIO(), io.StringIO()
 
     def breaks(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         tokens = inputs[0]
@@ -97,17 +93,11 @@ def breaking(kind: str, bad_tokens: list[int]) -> Iterator[None]:
         built.get_input_embeddings().register_forward_hook(breaks)
         return built
 
-    models.build_model = build_and_break  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        models.build_model = build
-
-
-def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = None) -> tuple[str, str]:
-    """What a leg printed to stdout and stderr, and how it ended if it did not end well."""
-    out, err = io.StringIO(), io.StringIO()
-    with breaking(kind, bad_tokens), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        patch.object(models, "build_model", build_and_break),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             run_rank(config.backend, config, replay=step)
         except RunError as error:

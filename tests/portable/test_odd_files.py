@@ -1,4 +1,4 @@
-"""Files and folders as people have them: all of their records are read, or one line says why not."""
+"""Files and folders as people have them, here or in a store: all records are read, or a line says why not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from portable.data.sources.source import Source
 from portable.errors import UserError
+from tests.object_store import ObjectStore
 from tests.portable.data_support import source, write_jsonl
 
 TEXTS = [f"record {number}, of words" for number in range(20)]
@@ -59,9 +60,8 @@ def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
     lines = "".join(f'"{cell}",{number}\r\n' for number, cell in enumerate(cells))
     path.write_bytes(codecs.BOM_UTF8 + f"text,n\r\n{lines}".encode())
     assert texts(opened(path)) == [cell for cell in cells if cell]
-    assert [
-        found.label for found in opened(path, "sequence-classification", label_field="n").documents()
-    ] == [0, 1, 3, 4, 5]
+    labelled = opened(path, "sequence-classification", label_field="n")
+    assert [found.label for found in labelled.documents()] == [0, 1, 3, 4, 5]
     (tmp_path / "empty.csv").touch()
     assert texts(opened(tmp_path / "empty.csv")) == []
     path.write_text("text;n\na;1\n")
@@ -165,15 +165,9 @@ def test_linked_folders(opened: Callable[..., Source], tmp_path: Path) -> None:
             opened(tmp_path / name)
 
 
+SPLITS = "data_files: [{split: train, path: 'data/a-*'}, {split: held, path: 'data/b-*'}]"
 CARDS = {
-    "splits": """---
-configs:
-- config_name: default
-  data_files:
-  - {split: train, path: "data/a-*"}
-  - {split: held, path: "data/b-*"}
----
-""",
+    "splits": f"---\nconfigs:\n- config_name: default\n  {SPLITS}\n---\n",
     "names": "# No settings\n",
     "configs": """---
 configs:
@@ -185,26 +179,21 @@ configs:
 
 
 @pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_copy_of_a_dataset_of_the_hub(card: str, stream: bool, tmp_path: Path) -> None:
+def test_a_copy_of_a_dataset_of_the_hub(card: str, opened: Callable[..., Source], tmp_path: Path) -> None:
     """Only the files of one split, which the card tells or their names."""
     folder = tmp_path / "copy"
     parquet(folder / "data" / "a-train.parquet", {"text": ["to train on"]})
     parquet(folder / "data" / "b-test.parquet", {"text": ["to evaluate"]})
     (folder / "README.md").write_text(CARDS[card])
-
-    def found(**given: Any) -> list[str]:
-        return texts(source(str(folder), stream=stream, cache_dir=tmp_path / "cache", **given))
-
     if card == "configs":
-        assert found(config_name="two") == ["to evaluate"]
+        assert texts(opened(folder, config_name="two")) == ["to evaluate"]
         with pytest.raises(UserError, match=r"Config name is missing.*\['one', 'two'\]"):
-            found()
+            opened(folder)
         return
-    assert found() == ["to train on"]
-    assert found(split="held" if card == "splits" else "test") == ["to evaluate"]
+    assert texts(opened(folder)) == ["to train on"]
+    assert texts(opened(folder, split="held" if card == "splits" else "test")) == ["to evaluate"]
     with pytest.raises(UserError, match=rf"data.split: {folder} has no split 'none' of files; it has train"):
-        found(split="none")
+        opened(folder, split="none")
 
 
 def test_saved_datasets(tmp_path: Path) -> None:
@@ -213,9 +202,8 @@ def test_saved_datasets(tmp_path: Path) -> None:
 
     rows = datasets.Dataset.from_list([{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
     rows.save_to_disk(tmp_path / "rows")
-    datasets.DatasetDict({"train": rows.select(range(5)), "test": rows.select([7])}).save_to_disk(
-        tmp_path / "splits"
-    )
+    splits = datasets.DatasetDict({"train": rows.select(range(5)), "test": rows.select([7])})
+    splits.save_to_disk(tmp_path / "splits")
     assert texts(source(str(tmp_path / "rows"))) == TEXTS
     assert texts(source(str(tmp_path / "splits"))) == TEXTS[:5]
     test = source(str(tmp_path / "splits"), task="sequence-classification", split="test")
@@ -224,3 +212,109 @@ def test_saved_datasets(tmp_path: Path) -> None:
         source(str(tmp_path / "splits"), split="dev")
     with pytest.raises(UserError, match=r"data.stream: .* was saved with save_to_disk; set it to false"):
         source(str(tmp_path / "rows"), stream=True)
+
+
+# -- in an object store ----------------------------------------------------------------------------------
+
+
+WORDS = ["one line of text", "another,\nwith two lines", "å third"]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, s3: ObjectStore) -> Path:
+    """A folder of one file of each kind, and its copy in the bucket as `data`."""
+    folder = tmp_path / "data"
+    (folder / "more" / "deep").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (folder / "a.txt").write_text(WORDS[0])
+    write_jsonl(folder / "b.jsonl", [{"text": text} for text in ["", *WORDS]])
+    (folder / "more" / "c.json").write_text(json.dumps([{"text": text} for text in WORDS]))
+    write_jsonl(folder / "more" / "deep" / "d.jsonl", [{"text": text} for text in WORDS])
+    write_jsonl(folder / "more" / "e.jsonl", [{"text": text} for text in WORDS])
+    (folder / ".hidden" / "f.txt").write_text("not this")
+    (folder / "readme.md").write_text("nor this")
+    s3.put_tree(folder, "data")
+    return folder
+
+
+def fetched(name: str | list[str], cache: Path, max_samples: int | None = None) -> Source:
+    return source(name, cache_dir=cache, max_samples=max_samples)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("a.txt", 1),
+        ("[ab].*", 4),
+        ("more/*.*", 6),
+        ("more/**/[cd].js*", 6),
+        ("more/**", 9),
+        ("", 13),
+        ("more/deep/", 3),
+    ],
+)
+def test_the_same_documents_as_from_a_disk(
+    pattern: str, count: int, s3: ObjectStore, bucket: Path, tmp_path: Path
+) -> None:
+    here = list(source(str(bucket / pattern)).documents())
+    there = fetched(f"s3://{s3.bucket}/data/{pattern}", tmp_path / "cache")
+    assert list(there.documents()) == here and len(here) == count
+    few = fetched(f"s3://{s3.bucket}/data/{pattern}", tmp_path / "cache", max_samples=3)
+    assert list(few.documents()) == list(source(str(bucket / pattern), max_samples=3).documents())
+
+
+def test_fetched_once_until_it_changes(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
+    names = [s3.url("data/b.jsonl"), s3.url("data/more/*.json")]
+    given = fetched(names, tmp_path / "cache")
+    size = (bucket / "b.jsonl").stat().st_size
+    assert given.size_bytes == size + (bucket / "more" / "c.json").stat().st_size
+    assert s3.bytes_out("b.jsonl") == 0  # the key and the size come from the listing
+    key, first = given.key, list(given.documents())
+    again = fetched(names, tmp_path / "cache")
+    assert again.key == key and list(again.documents()) == first
+    assert s3.bytes_out("b.jsonl") == size
+    s3.put("data/b.jsonl", (bucket / "b.jsonl").read_bytes().replace(b"one", b"two"))
+    changed = fetched(names, tmp_path / "cache")
+    assert changed.key != key
+    assert next(document.text for document in changed.documents()) == "two line of text"
+
+
+def test_refusals_name_the_url(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
+    def refusal(name: str | list[str]) -> str:
+        with pytest.raises(UserError) as caught:
+            list(fetched(name, tmp_path / "cache").documents())
+        assert str(caught.value).startswith("data.source: ")
+        return str(caught.value)
+
+    for name in ("data/nothing.txt", "data/*.parquet", "nowhere"):
+        assert f"there is no .txt, .jsonl, .json, .csv, .parquet file at {s3.url(name)}" in refusal(
+            s3.url(name)
+        )
+    assert "readme.md: cannot read this kind of file" in refusal(s3.url("data/*.md"))
+    assert "no such bucket" in refusal("s3://no-such-bucket-here/a.txt")
+    assert "not both" in refusal([s3.url("data/a.txt"), "b.txt"])
+    s3.put("data/b.jsonl", b'{"text": "a"}\n{"text"\n')
+    assert f"{s3.url('data/b.jsonl')}:2: not a line of JSON" in refusal(s3.url("data/b.jsonl"))
+    s3.fail(status=403, method="GET", key="a.txt")
+    assert "denied" in refusal(s3.url("data/a.txt"))
+
+
+def test_a_damaged_copy_is_fetched_again(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
+    name = s3.url("data/b.jsonl")
+    first = list(fetched(name, tmp_path / "cache").documents())
+    (copy,) = (tmp_path / "cache").rglob("b.jsonl")
+    for damaged in (copy.read_bytes().replace(b"one", b"won"), b""):
+        copy.write_bytes(damaged)
+        assert list(fetched(name, tmp_path / "cache").documents()) == first
+
+
+def test_what_changes_on_the_way_is_not_kept_under_the_old_name(
+    s3: ObjectStore, bucket: Path, tmp_path: Path
+) -> None:
+    """By another text of the same length, between the listing and the fetching."""
+    given = fetched(s3.url("data/b.jsonl"), tmp_path / "cache")
+    assert given.key
+    s3.put("data/b.jsonl", (bucket / "b.jsonl").read_bytes().replace(b"one", b"two"))
+    with pytest.raises(UserError, match=r"s3://.*b.jsonl changed while it was read"):
+        list(given.documents())
+    assert not [*(tmp_path / "cache").rglob("b.jsonl")]

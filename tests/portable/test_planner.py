@@ -1,22 +1,35 @@
-"""``portable-plan``: its order, its JSON, and what it refuses."""
+"""``portable-plan``: its order, its JSON, what it refuses, and its hours beside those of published runs."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from portable.config import RunConfig, load_config
+from portable.backend import Diagnostics
+from portable.cli import main as train
+from portable.config import load_config
+from portable.engines.backend import TorchBackend
 from portable.model import build as models
+from portable.model.build import build_model, model_config
+from portable.model.flops import flops_per_token
 from portable.planner import device_lookup as devices
 from portable.planner.cli import main
+from portable.planner.hours import hours_at
 from portable.planner.memory_model import SOME_DISK, Cluster, Setting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target
+from tests.promises import record
+from tests.runs import SENTENCE, flags, tiny
 
 pytestmark = pytest.mark.usefixtures("passes_known")
 SMALL = {
@@ -39,24 +52,26 @@ LARGE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
+WRONG = ("--fsdp.transformer_layer_cls_to_wrap", '["GPT2Block"]', "--device", "h100")
+"""Layers that the model does not have."""
+Plan = Callable[..., Any]
+"""The options of a small or another model: parsed, or as they are told, without line breaks."""
 
 
-def plan(
-    capsys: pytest.CaptureFixture[str], *arguments: str, model: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    given = ["--model.config", json.dumps(model or SMALL), "--train.global_batch_size", "64"]
-    assert main([*given, "--data.seq_len", "64", "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    def run(*arguments: str, model: dict[str, Any] | None = None, told: bool = False) -> Any:
+        given = ["--model.config", json.dumps(model or SMALL), "--train.global_batch_size", "64"]
+        given += ["--data.seq_len", "64", *arguments]
+        assert main(given if told else [*given, "--json"]) == 0
+        said = capsys.readouterr().out
+        return said if told else json.loads(said)
+
+    return run
 
 
-def meta_model_of(config: RunConfig) -> MetaModel:
-    model = models.build_model(models.model_config(config.model), config.model)
-    return MetaModel(model, config.replaced({"backend": "cuda"}))
-
-
-def test_options_in_the_order_of_the_guide_with_their_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, "--device", "h100", "--devices", "8")
+def test_options_in_the_order_of_the_guide_with_their_bytes(plan: Plan) -> None:
+    found = plan("--device", "h100", "--devices", "8")
     assert found["parameters"] == 2 * 512 * 64 + 3 * (64 * 64 * 3 + 3 * 64 * 160 + 2 * 64) + 64
     parts = {"parameters", "gathered", "gradients", "optimizer", "activations"}
     for option in found["options"]:
@@ -64,28 +79,30 @@ def test_options_in_the_order_of_the_guide_with_their_bytes(capsys: pytest.Captu
         size = option["device_bytes"]
         assert size.keys() == {*parts, "total"} and size["total"] == sum(size[name] for name in parts)
         assert all(isinstance(value, int) and value >= 0 for value in size.values())
-    order = [(o["strategy"], o["offload_optimizer"], o["offload_params"]) for o in found["options"]]
-    assert found["best"]["strategy"] == "no_shard" and order[0] == ("no_shard", "none", "none")
-    zero = [name for name in order if name[0].startswith("zero") and name[0] != "zero1"]
-    assert order.index(("zero1", "none", "none")) < order.index(zero[0])
+    parts_of = ("strategy", "offload_optimizer", "offload_params")
+    order = [" ".join(option[part] for part in parts_of) for option in found["options"]]
+    assert found["best"]["strategy"] == "no_shard" and order[0] == "no_shard none none"
+    zero = [name for name in order if name.startswith("zero") and not name.startswith("zero1")]
+    assert order.index("zero1 none none") < order.index(zero[0])
     assert zero == [
-        ("zero2", "none", "none"),
-        ("zero3", "none", "none"),
-        ("zero2", "cpu", "none"),
-        ("zero3", "none", "cpu"),
-        ("zero3", "cpu", "none"),
-        ("zero3", "cpu", "cpu"),
-        ("zero3", "nvme", "none"),
-        ("zero3", "nvme", "nvme"),
+        "zero2 none none",
+        "zero3 none none",
+        "zero2 cpu none",
+        "zero3 none cpu",
+        "zero3 cpu none",
+        "zero3 cpu cpu",
+        "zero3 nvme none",
+        "zero3 nvme nvme",
     ]
+    for option in plan("--device", "h100", "--devices", "8", "--host-memory", "1kB")["options"]:
+        assert option["fits"] is (option["host_bytes"] == 0)
 
 
-def test_what_sends_the_fewest_bytes_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_sends_the_fewest_bytes_comes_first(plan: Plan) -> None:
     """As docs/planning.md has it, in fp32, where DDP and ZeRO-1 send the same."""
-    arguments = ("--device", "h100", "--devices", "8", "--precision", "fp32")
-    found = plan(capsys, *arguments, "--train.micro_batch_size", "2")["options"]
+    found = plan("--device", "h100", "--devices", "8", "--precision", "fp32", "--train.micro_batch_size", "2")
     sent: dict[int, list[int]] = {}
-    for option in found:
+    for option in found["options"]:
         setting = Setting(option["strategy"], option["offload_optimizer"], option["offload_params"])
         if not setting.offloaded:
             sent.setdefault(Planner.place(setting), []).append(option["communication_bytes"])
@@ -95,71 +112,59 @@ def test_what_sends_the_fewest_bytes_comes_first(capsys: pytest.CaptureFixture[s
         assert max(group) <= 1.001 * min(following)
 
 
-def test_a_large_model_gives_up_one_thing_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_model_gives_up_one_thing_after_another(plan: Plan, tmp_path: Path) -> None:
+    """And what is told in the end is a config."""
     seq = ("--data.seq_len", "2048", "--devices", "64")
-    roomy = plan(capsys, "--device", "h200", *seq, model=LARGE)["best"]
-    tight = plan(capsys, "--device", "l4", *seq, model=LARGE)["best"]
+    roomy = plan("--device", "h200", *seq, model=LARGE)["best"]
+    tight = plan("--device", "l4", *seq, model=LARGE)["best"]
     assert (roomy["activation_checkpointing"], tight["activation_checkpointing"]) == ("none", "full")
     assert tight["strategy"] == "full_shard"
     assert tight["device_bytes"]["total"] < roomy["device_bytes"]["total"]
-    none = plan(capsys, "--device", "t4", "--devices", "1", model=LARGE)
-    assert none["best"] is None
-    assert not any(option["fits"] for option in none["options"])
+    text = plan("--device", "l4", *seq, model=LARGE, told=True)
+    (tmp_path / "run.yaml").write_text(text[text.index("\nstrategy:") :].split("\n\n")[0] + "\n")
+    config = load_config(tmp_path / "run.yaml", {"train.global_batch_size": 64})
+    assert config.strategy == "full_shard" and config.is_set("memory.activation_checkpointing")
+    none = plan("--device", "t4", "--devices", "1", model=LARGE)
+    assert none["best"] is None and not any(option["fits"] for option in none["options"])
 
 
 def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
     """Beside a walk down the whole ladder, every rung of it reckoned."""
-    config = load_config(
-        None,
-        {
-            "model.config": SMALL,
-            "data.source": "texts.jsonl",
-            "data.seq_len": 64,
-            "backend": "cuda",
-            "precision": "bf16",
-            "train.global_batch_size": 64,
-            "train.micro_batch_size": 8,
-        },
-    )
-    device = devices.unnamed("cuda")
-    planner = Planner(config, meta_model_of(config), Target("cuda", Cluster(1, 8), device, None))
-    offloaded = [
-        planner.option(s) for s in planner._footprint_module.settings(config, planner.target.cluster)
-    ]
-    plain = [o for o in offloaded if {o.setting.offload_optimizer, o.setting.offload_params} == {"none"}]
-    offloaded = [o for o in offloaded if o not in plain]
+    run = {"train.global_batch_size": 64, "train.micro_batch_size": 8, "backend": "cuda", "precision": "bf16"}
+    config = load_config(None, {"model.config": SMALL, "data.source": "x.jsonl", "data.seq_len": 64, **run})
+    model = MetaModel(models.build_model(models.model_config(config.model), config.model), config)
+    device, cluster = devices.unnamed("cuda"), Cluster(1, 8)
+    planner = Planner(config, model, Target("cuda", cluster, device, None))
+    settings = sorted(planner._footprint_module.settings(config, cluster), key=planner._rank)
+    plain = [one for one in settings if (one.offload_optimizer, one.offload_params) == ("none", "none")]
+    offloaded = [one for one in settings if one not in plain]
+    ladder = [(plain, "none", (8,)), (plain, "none", (4, 1)), (plain, "full", (8, 4, 1))]
     rungs = [
-        planner.option(o.setting, micro_batch=size, recompute=recompute)
-        for some, recompute in ((plain, "none"), (plain, "full"), (offloaded, "full"))
-        for size_groups in (((8,), (4, 1)) if recompute == "none" else ((8, 4, 1),))
-        for o in sorted(some, key=lambda o: planner._rank(o.setting))
-        for size in size_groups
+        planner.option(setting, micro_batch=size, recompute=recompute)
+        for some, recompute, sizes in [*ladder, (offloaded, "full", (8, 4, 1))]
+        for setting in some
+        for size in sizes
     ]
     seen = set()
     for memory in sorted({rung.device_bytes.total for rung in rungs}):
         room = device.with_memory(int(memory / (1 - devices.SHARE_KEPT_FREE)) + 2)
-        planner.target = Target("cuda", Cluster(1, 8), room, None)
+        planner.target = Target("cuda", cluster, room, None)
         best = planner.best(planner.options())
         assert best is not None
-        first = next(r for r in rungs if r.device_bytes.total <= room.usable(1))
-        assert (best.setting, best.micro_batch, best.recompute) == (
-            first.setting,
-            first.micro_batch,
-            first.recompute,
-        )
+        first = next(rung for rung in rungs if rung.device_bytes.total <= room.usable(1))
+        chosen = (best.setting, best.micro_batch, best.recompute)
+        assert chosen == (first.setting, first.micro_batch, first.recompute)
         seen.add((best.micro_batch, best.recompute, best.setting.offload_optimizer))
     assert len(seen) > 3
 
 
-def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ranks_that_share_sequences_hold_a_part_of_the_activations(plan: Plan) -> None:
     """And exchange them: once more where layers are recomputed. How much: ``test_shared_sequences.py``."""
     run = ["--device", "h100", "--devices", "8", "--precision", "bf16", "--train.micro_batch_size", "2"]
     exchanged = []
     for recompute in ("none", "full"):
         given = [*run, "--memory.activation_checkpointing", recompute, "--context_parallel_size"]
-        whole, shared = (plan(capsys, *given, size)["options"][0] for size in ("1", "4"))
+        whole, shared = (plan(*given, size)["options"][0] for size in ("1", "4"))
         exchanged.append(shared["communication_bytes"] - whole["communication_bytes"])
         assert shared["device_bytes"]["optimizer"] == whole["device_bytes"]["optimizer"]
         if recompute == "none":
@@ -170,80 +175,65 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
 
 @pytest.mark.parametrize(("heads", "expected"), [(8, 4), (3, None)])
 def test_the_smallest_number_that_shares_a_sequence_is_named_where_nothing_else_fits(
-    heads: int, expected: int | None, capsys: pytest.CaptureFixture[str]
+    heads: int, expected: int | None, plan: Plan
 ) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 1 << 18}
-    model = json.dumps({**LARGE, **sizes, "hidden_size": heads * 128})
-    argv = ["--model.config", model, "--data.seq_len", "131072", "--precision", "bf16", "--devices", "8"]
-    argv += ["--train.global_batch_size", "8", "--memory.activation_checkpointing", "full", "--device-memory"]
-
-    def found(memory: str, *more: str) -> dict[str, Any]:
-        assert main([*argv, memory, *more, "--json"]) == 0
-        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return answer
-
-    memory = "30GB" if expected else "4GB"
-    answer = found(memory)
-    shared = answer["with_shared_sequences"]
+    model = {**LARGE, **sizes, "hidden_size": heads * 128}
+    argv = ["--data.seq_len", "131072", "--precision", "bf16", "--devices", "8", "--train.global_batch_size"]
+    argv += [
+        "8",
+        "--memory.activation_checkpointing",
+        "full",
+        "--device-memory",
+        "30GB" if expected else "4GB",
+    ]
+    shared = plan(*argv, model=model)["with_shared_sequences"]
     assert (None if shared is None else shared["context_parallel_size"]) == expected
     if expected:
-        alone = found(memory, "--context_parallel_size", str(expected))["best"]
+        alone = plan(*argv, "--context_parallel_size", str(expected), model=model)["best"]
         assert {**shared, "reason": None} == {**alone, "reason": None}
-        assert main([*argv, memory]) == 0
-        said = " ".join(capsys.readouterr().out.split())
+        said = " ".join(plan(*argv, model=model, told=True).split())
         assert f"With context_parallel_size {expected}, the smallest that fits, {shared['strategy']}" in said
 
 
-def test_ranks_that_share_layers_hold_a_part_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_share_layers_hold_a_part_of_them(plan: Plan) -> None:
     model = {**LARGE, "vocab_size": 258, "num_hidden_layers": 4}
     run = ("--precision", "bf16", "--device", "h100", "--devices", "8")
-    found = {size: plan(capsys, *run, "--tensor_parallel_size", size, model=model) for size in ("1", "4")}
+    found = {size: plan(*run, "--tensor_parallel_size", size, model=model) for size in ("1", "4")}
     one, shared = (
         next(option for option in plan["options"] if option["strategy"] == "full_shard")
         for plan in found.values()
     )
-    assert {option["strategy"] for option in found["4"]["options"]} <= {
-        "full_shard",
-        "shard_grad_op",
-        "hybrid_shard",
-        "hybrid_shard_zero2",
-    }
+    sharing = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"}
+    assert {option["strategy"] for option in found["4"]["options"]} <= sharing
     whole, part = (option["device_bytes"] for option in (one, shared))
     assert part["optimizer"] == pytest.approx(whole["optimizer"], rel=0.02)
     assert part["gathered"] == pytest.approx(whole["gathered"] / 4, rel=0.2)
     assert part["activations"] < whole["activations"] * 0.6
     assert shared["communication_bytes"] != one["communication_bytes"]
     two_nodes = ("--devices", "16", "--strategy", "hybrid_shard", "--tensor_parallel_size", "16")
-    assert plan(capsys, *run, *two_nodes, model={**model, "num_key_value_heads": 16})["best"]["fits"]
+    assert plan(*run, *two_nodes, model={**model, "num_key_value_heads": 16})["best"]["fits"]
 
 
-def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--model.config", json.dumps(LARGE), "--data.seq_len", "1024", "--precision", "bf16"]
-    argv = [*model, "--train.global_batch_size", "16", "--device", "a100-80"]
-    found = {}
-    for count in (2, 16):
-        assert main([*argv, "--devices", str(count), "--json"]) == 0
-        found[count] = json.loads(capsys.readouterr().out)
-    assert found[16]["with_adapter"] is None
-    best = found[2]["with_adapter"]
+def test_an_adapter_is_named_where_training_all_does_not_fit(plan: Plan) -> None:
+    argv = ["--data.seq_len", "1024", "--precision", "bf16", "--train.global_batch_size", "16"]
+    argv += ["--device", "a100-80", "--devices"]
+    assert plan(*argv, "16", model=LARGE)["with_adapter"] is None
+    best = plan(*argv, "2", model=LARGE)["with_adapter"]
     assert best["fits"] and (best["offload_optimizer"], best["offload_params"]) == ("none", "none")
-    assert main([*argv, "--devices", "2", "--adapter.type", "lora", "--json"]) == 0
-    alone = json.loads(capsys.readouterr().out)
+    alone = plan(*argv, "2", "--adapter.type", "lora", model=LARGE)
     assert {**best, "reason": None} == {**alone["best"], "reason": None} and alone["with_adapter"] is None
-    assert main([*argv, "--devices", "2"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(plan(*argv, "2", model=LARGE, told=True).split())
     assert f"With an adapter (adapter.type lora), {best['strategy']} takes" in said
 
 
-def test_the_recommended_row_is_on_top_as_it_will_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recommended_row_is_on_top_as_it_will_run(plan: Plan) -> None:
     """Also where nothing fits as it is configured."""
-    argv = ["--model.config", json.dumps(LARGE), "--devices", "64", "--data.seq_len", "1024"]
-    argv += ["--train.global_batch_size", "512", "--train.micro_batch_size", "8", "--device-memory", "28GB"]
-    assert main([*argv, "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)["best"]
+    argv = ["--devices", "64", "--data.seq_len", "1024", "--train.global_batch_size", "512"]
+    argv += ["--train.micro_batch_size", "8", "--device-memory", "28GB"]
+    best = plan(*argv, model=LARGE)["best"]
     assert best["micro_batch_size"] < 8 or best["activation_checkpointing"] == "full"
-    assert main(argv) == 0
-    said = capsys.readouterr().out
+    said = plan(*argv, model=LARGE, told=True)
     header, *rows = said[said.index("\n  strategy") + 1 :].partition("\n\n")[0].splitlines()
     assert [row[:2] for row in rows].count("* ") == 1 and rows[0].startswith(f"* {best['strategy']} ")
     assert rows[0].endswith("yes")
@@ -255,75 +245,62 @@ def test_the_recommended_row_is_on_top_as_it_will_run(capsys: pytest.CaptureFixt
     assert max(map(len, said.splitlines())) <= 104
 
 
-def test_a_run_of_no_family_in_particular_takes_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_no_family_in_particular_takes_fsdp2(plan: Plan) -> None:
     """As docs/strategies.md has it; and a tenth of the memory is kept free."""
-    whole = plan(capsys, "--device-memory", "1TB", "--devices", "8", model=LARGE)["options"]
+    whole = plan("--device-memory", "1TB", "--devices", "8", model=LARGE)["options"]
     sizes = {o["strategy"]: o["device_bytes"]["total"] for o in whole if o["offload_optimizer"] == "none"}
     room = max(sizes["zero1"], sizes["zero2"], sizes["shard_grad_op"])
     assert room < sizes["no_shard"]
     memory = str(int((room + devices.KEPT_FOR_COLLECTIVES) / 0.9) + 1)
-    found = plan(capsys, "--device-memory", memory, "--devices", "8", model=LARGE)
+    found = plan("--device-memory", memory, "--devices", "8", model=LARGE)
     assert found["best"]["strategy"] == "shard_grad_op"
     assert found["usable_memory"] <= 0.9 * found["device_memory"]
-    chosen = plan(capsys, "--device-memory", memory, "--devices", "8", "--strategy", "zero2", model=LARGE)
+    chosen = plan("--device-memory", memory, "--devices", "8", "--strategy", "zero2", model=LARGE)
     assert chosen["best"]["strategy"] in ("zero1", "zero2")
 
 
-def test_host_memory_bounds_offloading(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, "--device", "h100", "--devices", "8", "--host-memory", "1kB")
-    for option in found["options"]:
-        assert option["fits"] is (option["host_bytes"] == 0)
-
-
-def test_a_disk_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_comes_last(plan: Plan) -> None:
     """Where a host has no room for what is offloaded."""
     arguments = ["--device", "a100-40", "--devices", "2", "--host-memory", "100GB"]
-    found = plan(capsys, *arguments, model=LARGE)
+    found = plan(*arguments, model=LARGE)
     swapping = [option for option in found["options"] if "nvme" in option["offload_optimizer"]]
     assert [option for option in found["options"] if option["disk_bytes"]] == swapping
     for option in swapping:
         each = 18 if option["offload_params"] == "nvme" else 16
         assert option["disk_bytes"] == pytest.approx(each * found["parameters"], rel=0.001)
-    best = found["best"]
-    assert (best["strategy"], best["offload_optimizer"]) == ("zero3", "nvme")
-    given = ["--model.config", json.dumps(LARGE), "--train.global_batch_size", "64", "--data.seq_len", "64"]
-    assert main([*given, *arguments]) == 0
-    told = capsys.readouterr().out
+    assert (found["best"]["strategy"], found["best"]["offload_optimizer"]) == ("zero3", "nvme")
+    told = plan(*arguments, model=LARGE, told=True)
     assert f"nvme_path: {SOME_DISK}" in told
     assert "of its disk" in " ".join(told.split())  # whatever the width of the terminal
 
 
-def test_a_tpu_runs_what_xla_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, "--device", "v5e", "--devices", "8")
-    strategies = {option["strategy"] for option in found["options"]}
-    assert strategies == {"no_shard", "shard_grad_op", "full_shard"}
-    assert found["backend"] == "xla"
-    assert all(option["host_bytes"] == 0 for option in found["options"])
+def test_a_tpu_runs_what_xla_runs(plan: Plan) -> None:
+    found = plan("--device", "v5e", "--devices", "8")
+    assert {option["strategy"] for option in found["options"]} == {"no_shard", "shard_grad_op", "full_shard"}
+    assert found["backend"] == "xla" and all(option["host_bytes"] == 0 for option in found["options"])
 
 
-def test_without_a_device_nothing_is_said_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys)
-    assert found["best"] is None
-    assert {option["fits"] for option in found["options"]} == {None}
+def test_without_a_device_nothing_is_said_to_fit(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan()
+    assert found["best"] is None and {option["fits"] for option in found["options"]} == {None}
     assert main([]) == 0
     assert "--device" in capsys.readouterr().out
-
-
-def test_the_yaml_lines_are_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["--model.config", json.dumps(LARGE), "--train.global_batch_size", "64"]
-    assert main([*arguments, "--device", "l4", "--devices", "64", "--data.seq_len", "2048"]) == 0
-    text = capsys.readouterr().out
-    lines = text[text.index("\nstrategy:") :].split("\n\n")[0]
-    (tmp_path / "run.yaml").write_text(lines + "\n")
-    config = load_config(tmp_path / "run.yaml", {"train.global_batch_size": 64})
-    assert config.strategy == "full_shard"
-    assert config.is_set("memory.activation_checkpointing")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--device", "h10"], ["--device", "h100"]),
+        (["--budget", "many"], ["--budget: 'many' is not an amount"]),
+        (["--budget", "50"], ["--budget: no prices; give --price-per-hour"]),
+        (["--budget", "50", "--price-per-hour", "2.50"], ["write 2.50 beside --device"]),
+        (["--price-per-hour", "h101=2"], ["--price-per-hour: unknown device 'h101'; did you mean h100?"]),
+        (["--device", "h100", "--price-per-hour", "2,50"], ["h100 has two prices"]),
+        (["--device", "h100", "--price-per-hour", "l4=2"], ["no price of the device that is planned for"]),
+        (
+            ["--budget", "5", "--price-per-hour", "h100=2", "--devices", "8"],
+            ["--devices: has no effect with"],
+        ),
         (["--device-memory", "much"], ["--device-memory", "much", "80GB"]),
         (["--host-memory", "12 parsecs"], ["--host-memory", "12 parsecs"]),
         (["--devices", "7"], ["train.global_batch_size", "7 devices"]),
@@ -331,6 +308,7 @@ def test_the_yaml_lines_are_a_config(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--device", "v5e", "--memory.offload_optimizer", "cpu"], ["memory.offload_optimizer", "xla"]),
         (["--device", "h100", "--backend", "xla"], ["--device", "backend"]),
         (["--model.name_or_path", "no/such-folder-or-model/here"], ["model.name_or_path"]),
+        (["--strategy", "full_shard", "--devices", "2", *WRONG], ["LlamaForCausalLM has no GPT2Block"]),
     ],
 )
 def test_bad_input_is_one_line(
@@ -338,11 +316,8 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert main(arguments) == 2
     out, err = capsys.readouterr()
-    assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith("error: ")
-    for word in words:
-        assert word in line
+    assert out == "" and line.startswith("error: ") and all(word in line for word in words)
 
 
 def test_devices_and_sizes_have_the_names_that_people_type() -> None:
@@ -355,12 +330,172 @@ def test_devices_and_sizes_have_the_names_that_people_type() -> None:
     assert not devices.named("t4").bf16
 
 
-def test_units_that_cannot_be_made_matter_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ("--fsdp.transformer_layer_cls_to_wrap", '["GPT2Block"]', "--device", "h100")
-    found = plan(capsys, "--strategy", "full_shard", "--devices", "1", *wrong)
-    assert "full_shard" in {option["strategy"] for option in found["options"]}
-    found = plan(capsys, "--strategy", "no_shard", "--devices", "2", *wrong)
-    assert "full_shard" not in {option["strategy"] for option in found["options"]}
-    given = ["--model.config", json.dumps(SMALL), "--data.seq_len", "64", "--train.global_batch_size", "64"]
-    assert main([*given, "--strategy", "full_shard", "--devices", "2", *wrong]) == 2
-    assert "LlamaForCausalLM has no GPT2Block" in capsys.readouterr().err
+def test_units_that_cannot_be_made_matter_where_there_are_any(plan: Plan) -> None:
+    for strategy, count, there in (("full_shard", "1", True), ("no_shard", "2", False)):
+        found = plan("--strategy", strategy, "--devices", count, *WRONG)
+        assert ("full_shard" in {option["strategy"] for option in found["options"]}) == there
+
+
+# -- hours and prices ------------------------------------------------------------------------------------
+
+
+GITHUB = "https://github.com"
+LLAMA_2 = f"{GITHUB}/meta-llama/llama/blob/main/MODEL_CARD.md"
+LLAMA_3 = f"{GITHUB}/meta-llama/llama3/blob/main/MODEL_CARD.md"
+LLAMA_3_1 = f"{GITHUB}/meta-llama/llama-models/blob/main/models/llama3_1/MODEL_CARD.md"
+TITAN_A100 = f"{GITHUB}/pytorch/torchtitan/blob/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md"
+TITAN_H100 = f"{GITHUB}/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+TINY = f"{GITHUB}/jzhang38/TinyLlama/blob/main/README.md"
+SMOL = f"{GITHUB}/huggingface/smollm/tree/main/text/pretraining"
+TIERING = f"{GITHUB}/AI-Hypercomputer/maxtext/blob/main/docs/reference/models/tiering.md"
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, **more: Any) -> str:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocabulary}
+    return json.dumps({"model_type": "llama", **sizes, "tie_word_embeddings": False, **more})
+
+
+L2_7B = llama(4096, 11008, 32, 32, 32, 32_000)
+L2_13B = llama(5120, 13824, 40, 40, 40, 32_000)
+L2_70B = llama(8192, 28672, 80, 64, 8, 32_000)
+L3_8B = llama(4096, 14336, 32, 32, 8, 128_256)
+L3_70B = llama(8192, 28672, 80, 64, 8, 128_256)
+L3_405B = llama(16384, 53248, 126, 128, 8, 128_256)
+TINY_LLAMA = llama(2048, 5632, 22, 32, 4, 32_000)
+SMOL_3B = llama(2048, 11008, 36, 16, 4, 128_256, tie_word_embeddings=True)
+MIXTRAL = llama(4096, 14336, 32, 32, 8, 32_000, model_type="mixtral", num_local_experts=8)
+T, B = 10**12, 10**9
+
+
+def at(rate: float, tokens: float = T) -> float:
+    """Device-hours at ``rate`` tokens a second of one device."""
+    return tokens / rate / 3600
+
+
+PUBLISHED: list[tuple[str, str, str, int, float, float, str]] = [
+    # name, device, model, seq_len, tokens, device-hours, where
+    ("Llama 2 7B", "a100-80", L2_7B, 4096, 2 * T, 184_320, LLAMA_2),
+    ("Llama 2 13B", "a100-80", L2_13B, 4096, 2 * T, 368_640, LLAMA_2),
+    ("Llama 2 70B", "a100-80", L2_70B, 4096, 2 * T, 1_720_320, LLAMA_2),
+    ("TinyLlama", "a100-40", TINY_LLAMA, 2048, 300 * B, 3456, TINY),
+    ("torchtitan Llama 3 8B", "a100-80", L3_8B, 8192, T, at(2904), TITAN_A100),
+    ("torchtitan Llama 3 70B", "a100-80", L3_70B, 8192, T, at(331), TITAN_A100),
+    ("torchtitan Llama 2 13B", "a100-80", L2_13B, 4096, T, at(1914), TITAN_A100),
+    ("Llama 3 70B", "h100", L3_70B, 8192, 15 * T, 6_400_000, LLAMA_3),
+    ("Llama 3.1 70B", "h100", L3_70B, 8192, 15 * T, 7_000_000, LLAMA_3_1),
+    ("Llama 3.1 405B", "h100", L3_405B, 8192, 15 * T, 30_840_000, LLAMA_3_1),
+    ("SmolLM3 3B", "h100", SMOL_3B, 4096, 11.2 * T, 384 * 24 * 24, SMOL),
+    ("torchtitan Llama 3.1 8B, 8", "h100", L3_8B, 8192, T, at(6667), TITAN_H100),
+    ("torchtitan Llama 3.1 8B, 128", "h100", L3_8B, 8192, T, at(6514), TITAN_H100),
+    ("MaxText Llama 2 70B", "v5p", L2_70B, 4096, T, at(692), TIERING),
+    ("MaxText Mixtral 8x7B", "v5p", MIXTRAL, 4096, T, at(2909), TIERING),
+    ("MaxText Llama 2 70B", "v6e", L2_70B, 4096, T, at(900), TIERING),
+    ("MaxText Llama 3.1 8B", "v6e", L3_8B, 8192, T, at(7207), TIERING),
+    ("MaxText Llama 3.1 70B", "v6e", L3_70B, 8192, T, at(960), TIERING),
+    ("MaxText Llama 3.1 405B", "v6e", L3_405B, 8192, T, at(123), TIERING),
+    ("MaxText Mixtral 8x7B", "v6e", MIXTRAL, 4096, T, at(3899), TIERING),
+]
+
+
+@cache
+def flops(model: str, seq_len: int) -> float:
+    config = load_config(None, {"model.config": json.loads(model)})
+    found = model_config(config.model)
+    return flops_per_token(build_model(found, config.model), found, seq_len)
+
+
+def planned(device: str, model: str, seq_len: int, tokens: float) -> float:
+    hours = hours_at(devices.named(device), 1, "bf16", flops(model, seq_len) * tokens)
+    assert hours is not None
+    return hours.likely
+
+
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run[0]} on {run[1]}")
+def test_hours_are_within_a_quarter_of_published_ones(run: tuple[Any, ...]) -> None:
+    _, device, model, seq_len, tokens, hours, _ = run
+    assert planned(device, model, seq_len, tokens) == pytest.approx(hours, rel=0.25)
+    record([planned(device, model, seq_len, tokens)], [hours], 0.25)
+
+
+EIGHT = ("--train.global_batch_size", "8")
+
+
+def test_the_plan_has_hours_their_source_and_the_price(plan: Plan) -> None:
+    words = (
+        *EIGHT,
+        "--train.steps",
+        "1000000",
+        "--device",
+        "h100",
+        "--devices",
+        "8",
+        "--price-per-hour",
+        "2.50",
+    )
+    found = plan(*words)
+    assert found["tokens"] == 1_000_000 * 8 * 64
+    least, most = found["hours"]
+    assert 0 < least <= most and found["share_of_peak"] == [0.31, 0.39]
+    assert found["cost"] == pytest.approx([least * 8 * 2.5, most * 8 * 2.5])
+    told = " ".join(plan(*words, told=True).split())
+    assert "minutes for 512,000,000 tokens" in told and "Llama 3, SmolLM3, torchtitan" in told
+    assert "at 2.5 an hour for each device" in told
+    assert plan("--train.steps", "9", "--device", "h100", "--strategy", "zero3")["cost"] is None
+
+
+def test_slow_links_bound_the_hours(plan: Plan) -> None:
+    words = (*EIGHT, "--train.steps", "1000", "--device", "4090")
+    alone, two = plan(*words), plan(*words, "--devices", "2")
+    sent = two["best"]["communication_bytes"] * 1000 / 3.2e10 / 3600
+    assert two["hours"] == pytest.approx([max(hours / 2, sent) for hours in alone["hours"]])
+    assert two["hours"][0] == pytest.approx(sent)
+
+
+def test_epochs_count_the_data_that_is_there(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.txt").write_text(SENTENCE * 640)
+    words = [*EIGHT, "--train.epochs", "2", "--train.steps", "null", "--device", "l4", "--data.source"]
+    steps = 2 * (len(SENTENCE) * 640 // 64) // 8
+    told = " ".join(plan(*words, "texts.txt", told=True).split())
+    assert f"for at most {steps * 8 * 64:,} tokens" in told and "no run on this device" in told
+    assert plan(*words, "not/here.txt")["hours"] is None
+
+
+def test_a_dry_run_ends_with_the_hours(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose memory and peak are known."""
+    monkeypatch.setattr(Diagnostics, "driver_memory", lambda _: (0, 1 << 34))
+    monkeypatch.setattr(TorchBackend, "peak_flops", lambda *_: 1e9)
+    settings = tiny(tmp_path / "run", corpus, train__steps=1000, precision="bf16")
+    assert train([*flags(settings), "--dry-run"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1].split(None, 1)
+    assert last[0] == "time" and "192,000 tokens: 30% to 50% of the peak" in last[1]
+
+
+def test_a_budget_sorts_machines_by_cost(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*EIGHT, "--train.steps", "100000000", "--budget", "20"]
+    rows = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70,v6e=2.7")
+    assert {row["device"] for row in rows} == {"h100", "l4", "v6e"}
+    assert [sum(row["cost"]) for row in rows] == sorted(sum(row["cost"]) for row in rows)
+    assert [row["within_budget"] for row in rows] == [row["cost"][1] <= 20 for row in rows]
+    few = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1", told=True)
+    first, second = few.splitlines()
+    assert "1 x h100" in first + second and "more than 0.1" in second
+    # SkyPilot's catalog, where it is installed
+    prices = {"A100-80GB": [(12.0, 8)], "H100": [(3.0, 1), (16.0, 8)]}
+    offers = {
+        name: [SimpleNamespace(price=price, accelerator_count=count) for price, count in of]
+        for name, of in prices.items()
+    }
+    sky, catalog = ModuleType("sky"), ModuleType("sky.catalog")
+    sky.__spec__ = ModuleSpec("sky", None)
+    vars(catalog)["list_accelerators"] = lambda gpus_only: offers
+    monkeypatch.setitem(sys.modules, "sky", sky)
+    monkeypatch.setitem(sys.modules, "sky.catalog", catalog)
+    found = {row["device"]: row for row in plan(*words)}
+    assert found.keys() == {"h100", "a100-80"}
+    assert found["h100"]["cost"][0] == pytest.approx(2.0 * found["h100"]["hours"][0])

@@ -19,7 +19,7 @@ from portable.data.tokens import tokenize
 from portable.errors import UserError
 from tests.object_store import ObjectStore
 from tests.portable.data_support import write_jsonl
-from tests.portable.test_stream import files, settings
+from tests.portable.test_stream import files, length, settings
 
 __all__ = ["files"]
 
@@ -40,10 +40,15 @@ def given(folder: Path, **more: Any) -> DataConfig:
     return settings(folder / "files", **more)
 
 
-def rows(settings: DataConfig, count: int) -> list[list[int]]:
+def streamed(settings: DataConfig) -> Stream:
     train = build_data(settings).train
     assert isinstance(train, Stream)
     train._processes = 0
+    return train
+
+
+def rows(settings: DataConfig, count: int) -> list[list[int]]:
+    train = streamed(settings)
     places = [train.locate(position, 0) for position in range(count)]
     return sorted(train.batch([place])["input_ids"][0].tolist() for place in places)
 
@@ -55,23 +60,18 @@ def test_the_samples_are_those_of_the_text(
     out = tmp_path / "tokens"
     assert main(["--config", str(config), "--out", str(out), "--processes", "1"]) == 0
     assert f"{out}: 9 shards, " in capsys.readouterr().out
-    streamed = build_data(given(tmp_path, tokenizer=str(tmp_path / "tokenizer"))).train
-    assert isinstance(streamed, Stream)
-    streamed._processes = 0
-    while streamed._whole() is None:
-        streamed.locate(streamed._ends[-1] if streamed._ends else 0, 0)
-    total = streamed._whole()
-    expected = rows(given(tmp_path, tokenizer=str(tmp_path / "tokenizer")), total or 0)
+    of_text = given(tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+    total = length(streamed(of_text))
+    expected = rows(of_text, total)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a text was tokenized")
 
     monkeypatch.setattr(tokenize, "_encode", refuse)
     prepared = given(tmp_path, source=str(out), cache_dir=str(tmp_path / "other"))
-    train = build_data(prepared).train
-    assert isinstance(train, Stream) and train._whole() == total
-    assert train.epochs(total or 0) == 1
-    assert rows(prepared, total or 0) == expected
+    train = streamed(prepared)
+    assert train._whole() == total and train.epochs(total) == 1
+    assert rows(prepared, total) == expected
     with pytest.raises(UserError, match=r"data.format: .* was made of text"):
         build_data(prepared.model_copy(update={"format": "messages"}))
 
@@ -85,9 +85,7 @@ def test_columns_that_nobody_asks_for_are_in_no_batch(config: Path, tmp_path: Pa
     out = tmp_path / "tokens"
     assert main(["--config", str(config), "--out", str(out), "--processes", "1"]) == 0
     for columns in ([], ["score"]):
-        train = build_data(given(tmp_path, source=str(out), packing=False, columns=columns)).train
-        assert isinstance(train, Stream)
-        train._processes = 0
+        train = streamed(given(tmp_path, source=str(out), packing=False, columns=columns))
         assert ("score" in train.batch([train.locate(0, 0)])) == bool(columns)
 
 

@@ -8,10 +8,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,13 +22,12 @@ from portable.errors import RunError, UserError
 from portable.output import lease
 from portable.output.lease import LEASE_FILE, Lease
 from portable.output.mirror import Mirror
-from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.terminal import tell
+from tests.engines import ENGINES, Engines
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY, ObjectStore
 from tests.ranks import RankPool, wait_for
-from tests.runs import configured, flags, tiny
-from tests.xla import XlaPool
+from tests.runs import configured, flags, losses, tiny, weights
 
 EIGHT = "checkpoints/step-000008"
 
@@ -47,20 +44,38 @@ def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
     return run_rank(overrides.get("backend", "cpu"), configured(place, Path(corpus), **settings))
 
 
-def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+class Remote:
+    """A run in the bucket.
+
+    Attributes:
+        url: its place.
+        store: with all objects of the bucket.
+    """
+
+    def __init__(self, store: ObjectStore, corpus: Path) -> None:
+        self.store, self.corpus, self.url = store, corpus, store.url("run")
+
+    def leg(self, **overrides: Any) -> int:
+        return leg(self.url, self.corpus, **overrides)
+
+    def names(self, prefix: str = "") -> list[str]:
+        return self.store.names(f"run/{prefix}")
+
+    @property
+    def steps(self) -> list[str]:
+        """The names under ``checkpoints``, complete or not."""
+        return sorted({name.split("/")[0] for name in self.names("checkpoints/")})
+
+    def check_same(self, local: Path) -> None:
+        """As the one on this disk that nothing disturbed."""
+        assert self.store.get("run/final/model.safetensors") == weights(local)
+        rows = [json.loads(line) for line in self.store.get("run/metrics.jsonl").splitlines()]
+        assert {row["step"]: row["loss"] for row in rows if "loss" in row} == losses(local)
 
 
-def check_same(s3: ObjectStore, local: Path) -> None:
-    """The run in the bucket, and the one on this disk that nothing disturbed."""
-    assert s3.get("run/final/model.safetensors") == (local / "final" / "model.safetensors").read_bytes()
-    rows = [json.loads(line) for line in s3.get("run/metrics.jsonl").splitlines()]
-    assert losses(rows) == losses(read_metrics(local))
-
-
-def steps_in(s3: ObjectStore) -> list[str]:
-    """The names under ``checkpoints``, complete or not."""
-    return sorted({name.split("/")[0] for name in s3.names("run/checkpoints/")})
+@pytest.fixture
+def remote(s3: ObjectStore, corpus: Path) -> Remote:
+    return Remote(s3, corpus)
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +87,31 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def test_a_run_in_a_bucket(
-    s3: ObjectStore, undisturbed: Path, tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+    remote: Remote, undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Stopped, and gone on with on another machine, while the store fails now and then."""
+    s3 = remote.store
     settings: dict[str, Any] = {
         "checkpoint__staging_dir": str(tmp_path / "staging"),
         "checkpoint__every_steps": 2,
         "checkpoint__keep": 2,
         "log__trackers": ["tensorboard"],
     }
-    assert leg(s3.url("run"), corpus, train__stop_after=5, checkpoint__async=False, **settings) == 0
-    assert steps_in(s3) == ["step-000004", "step-000005"]
-    assert not s3.names("run/final/")
-    shutil.rmtree(tmp_path / "staging")  # another machine
-    assert leg(s3.url("run"), corpus, **settings) == 0
-    check_same(s3, undisturbed)
-    assert steps_in(s3) == ["step-000006", "step-000008"]
+    faults = [
+        s3.fail(status=503, method="PUT", every=4),
+        s3.fail(drop=True, method="GET", every=5),
+        s3.fail(drop=True, after=True, method="POST", every=3),  # done, but the answer is lost
+        s3.fail(cut=True, method="GET", key="distcp", every=7),
+    ]
+    assert remote.leg(train__stop_after=5, checkpoint__async=False, **settings) == 0
+    assert remote.steps == ["step-000004", "step-000005"]
+    assert not remote.names("final/")
+    shutil.rmtree(tmp_path / "staging")
+    assert remote.leg(**settings) == 0
+    assert all(fault.done for fault in faults[:2])
+    s3.heal()
+    remote.check_same(undisturbed)
+    assert remote.steps == ["step-000006", "step-000008"]
     found = s3.tree("run")
     assert {"config.yaml", "events.jsonl", "report.html", "final/tokenizer.json"} <= found.keys()
     assert len([name for name in found if name.startswith("tensorboard/")]) == 2
@@ -125,69 +150,65 @@ def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(place, corpus, **settings)
 
 
-def test_hosts_that_share_no_disk(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 1}
-    assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
-    s3.put("texts/corpus.jsonl", corpus.read_bytes())
-    there = (s3.url("run"), s3.url("texts/*.jsonl"), tmp_path / "hosts", s3.environment)
-    assert ranks.run(2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
-    of_ranks = {name for name in s3.names("run/checkpoints/step-000005/") if "_1_" in name or "_0_" in name}
-    assert len(of_ranks) >= 2, "each rank has sent its own"
-    assert (tmp_path / "hosts" / "host-0" / "cache").is_dir()
-    assert (tmp_path / "hosts" / "host-1" / "cache").is_dir()
-    assert ranks.run(2, rank_leg, *there, settings) == 0
-    check_same(s3, tmp_path / "whole")
+@pytest.mark.parametrize("name", ["full_shard", "xla"])
+def test_hosts_that_share_no_disk(name: str, remote: Remote, tmp_path: Path, engines: Engines) -> None:
+    """From the same texts in the bucket; each rank sends its own shards."""
+    s3, settings = (
+        remote.store,
+        {**ENGINES[name].settings, "train__micro_batch_size": 1 if name != "xla" else 3},
+    )
+    assert engines.run(name, 2, local_leg, tmp_path / "whole", remote.corpus, settings) == 0
+    s3.put("texts/corpus.jsonl", remote.corpus.read_bytes())
+    there = (remote.url, s3.url("texts/*.jsonl"), tmp_path / "hosts", s3.environment)
+    assert engines.run(name, 2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
+    if name != "xla":
+        of_ranks = [
+            one for one in remote.names("checkpoints/step-000005/") if one.startswith(("__0_", "__1_"))
+        ]
+        assert len(of_ranks) >= 2
+        assert all((tmp_path / "hosts" / f"host-{rank}" / "cache").is_dir() for rank in (0, 1))
+    assert engines.run(name, 2, rank_leg, *there, settings) == 0
+    remote.check_same(tmp_path / "whole")
 
 
-def test_xla(s3: ObjectStore, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    settings: dict[str, Any] = {"backend": "xla", "train__micro_batch_size": 3}
-    assert xla.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
-    there = (s3.url("run"), str(corpus), tmp_path / "hosts", s3.environment)
-    assert xla.run(2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
-    assert xla.run(2, rank_leg, *there, settings) == 0
-    check_same(s3, tmp_path / "whole")
+def test_resume_from_a_url(remote: Remote, tmp_path: Path, ranks: RankPool) -> None:
+    """A folder that was copied to the bucket, without markers; each rank fetches its own shards of it."""
+    s3, whole, settings = remote.store, tmp_path / "whole", {"train__micro_batch_size": 1}
+    assert ranks.run(2, local_leg, whole, remote.corpus, settings) == 0
+    s3.put_tree(whole / "checkpoints" / "step-000004", "copied")
+    size = sum(len(data) for name, data in s3.tree("copied").items() if name.endswith(".distcp"))
+    there = (remote.url, str(remote.corpus), tmp_path, s3.environment)
+    assert ranks.run(2, rank_leg, *there, settings | {"checkpoint__resume": s3.url("copied")}) == 0
+    assert s3.get("run/final/model.safetensors") == weights(whole)
+    fetched = s3.bytes_out("copied/__")
+    # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
+    assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
-    faults = [
-        s3.fail(status=503, method="PUT", every=4),
-        s3.fail(drop=True, method="GET", every=5),
-        s3.fail(drop=True, after=True, method="POST", every=3),  # done, but the answer is lost
-        s3.fail(cut=True, method="GET", key="distcp", every=7),
-    ]
-    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
-    assert leg(s3.url("run"), corpus) == 0
-    check_same(s3, undisturbed)
-    assert all(fault.done for fault in faults[:2])
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_a_store_that_stays_away(
-    s3: ObjectStore, undisturbed: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_stays_away(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
-    s3.fail(drop=True, key="step-000008/__0")
+    remote.store.fail(drop=True, key="step-000008/__0")
     with pytest.raises(RunError, match=r"step-000008: could not be written .*last good.*s3://.*step-000004$"):
-        leg(s3.url("run"), corpus, train__steps=12, checkpoint__max_outage_minutes=0)
-    assert not s3.names(f"run/{LEASE_FILE}")
-    assert not s3.names(f"run/{EIGHT}/_COMPLETE")
-    s3.heal()
-    assert leg(s3.url("run"), corpus, train__steps=12, train__stop_after=4) == 0
-    assert steps_in(s3) == ["step-000004"], "what an interrupted save left is removed"
+        remote.leg(train__steps=12, checkpoint__max_outage_minutes=0)
+    assert not remote.names(f"{LEASE_FILE}")
+    assert not remote.names(f"{EIGHT}/_COMPLETE")
+    remote.store.heal()
+    assert remote.leg(train__steps=12, train__stop_after=4) == 0
+    assert remote.steps == ["step-000004"], "what an interrupted save left is removed"
 
 
 @pytest.mark.parametrize("moment", ["in between", "at the last save", "without a background"])
 @pytest.mark.usefixtures("brief_runs")
 def test_a_store_that_is_away_for_a_while(
     moment: str,
-    s3: ObjectStore,
+    remote: Remote,
     undisturbed: Path,
-    corpus: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The steps go on, and the next save is whole; the last one waits."""
+    s3 = remote.store
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
     monkeypatch.setattr("portable.checkpoint.store._AGAIN", 0.2)
     monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART // 8)
@@ -214,184 +235,143 @@ def test_a_store_that_is_away_for_a_while(
 
     monkeypatch.setattr(s3, "forward", refuse)
     monkeypatch.setattr("portable.checkpoint.store.tell", say)
-    assert leg(s3.url("run"), corpus, **settings) == 0
+    assert remote.leg(**settings) == 0
     assert away[0]
     told = capfd.readouterr().err
     assert f"{failed}: could not be written" in told
     assert ("trying again" if failed == "step-000008" else "training goes on, and the next save") in told
-    check_same(s3, undisturbed)
-    whole = [step for step in steps_in(s3) if s3.names(f"run/checkpoints/{step}/_COMPLETE")]
-    assert steps_in(s3) == whole and "step-000008" in whole and "step-000002" in whole
-    assert not s3.open_uploads() and not s3.names(f"run/{LEASE_FILE}")
+    remote.check_same(undisturbed)
+    whole = [step for step in remote.steps if remote.names(f"checkpoints/{step}/_COMPLETE")]
+    assert remote.steps == whole and "step-000008" in whole and "step-000002" in whole
+    assert not s3.open_uploads() and not remote.names(f"{LEASE_FILE}")
 
 
-def test_one_rank_that_is_cut_off_for_a_while(
-    s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool, undisturbed: Path
-) -> None:
+def test_one_rank_that_is_cut_off_for_a_while(remote: Remote, tmp_path: Path, ranks: RankPool) -> None:
     """All ranks agree that this save has failed, and go on to the next."""
+    s3 = remote.store
     s3.fail(status=503, method="PUT", key="step-000004/__1")
     environment = s3.environment | {"PORTABLE_STORAGE_MINUTES": "0.005"}
-    there = (s3.url("run"), str(corpus), tmp_path, environment)
+    there = (remote.url, str(remote.corpus), tmp_path, environment)
     assert ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1}) == 0
-    assert steps_in(s3) == ["step-000008"] and s3.names(f"run/{EIGHT}/_COMPLETE")
-    assert s3.names("run/final/model.safetensors") and not s3.open_uploads()
+    assert remote.steps == ["step-000008"] and remote.names(f"{EIGHT}/_COMPLETE")
+    assert remote.names("final/model.safetensors") and not s3.open_uploads()
 
 
-def child_leg(place: str, corpus: Path, environment: dict[str, str], settings: dict[str, Any]) -> None:
+def child_leg(place: str, corpus: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    sys.exit(leg(place, corpus, **settings))
-
-
-def start(s3: ObjectStore, corpus: Path, until: Callable[[], object], **settings: Any) -> Any:
-    """A leg in a process of its own, as soon as ``until()`` holds."""
-    process = multiprocessing.get_context("forkserver").Process(
-        target=child_leg, args=(s3.url("run"), corpus, s3.environment, settings)
-    )
-    process.start()
-    deadline = time.monotonic() + 300
-    while not until():
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.01)
-    return process
+    leg(place, corpus)
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_killed_while_it_sends(
-    s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_while_it_sends(remote: Remote, undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    s3, context = remote.store, multiprocessing.get_context("forkserver")
     slow = s3.fail(delay=60, key=f"{EIGHT}/__0")
-    process = start(s3, corpus, lambda: slow.done)
-    os.kill(process.pid, signal.SIGKILL)
+    process = context.Process(target=child_leg, args=(remote.url, remote.corpus, s3.environment))
+    process.start()
+    wait_for(lambda: slow.done or not process.is_alive())
+    process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     s3.heal()
-    assert s3.names(f"run/{LEASE_FILE}") and s3.names(f"run/{EIGHT}/_INCOMPLETE")
+    assert remote.names(f"{LEASE_FILE}") and remote.names(f"{EIGHT}/_INCOMPLETE")
     capfd.readouterr()
-    assert leg(s3.url("run"), corpus) == 0  # at once: it can be seen that the holder of the lease is dead
-    assert f"resuming at step 4 from {s3.url('run')}/checkpoints/step-000004" in capfd.readouterr().err
-    check_same(s3, undisturbed)
-    assert not s3.names(f"run/{EIGHT}/_INCOMPLETE") and s3.names(f"run/{EIGHT}/_COMPLETE")
+    assert remote.leg() == 0  # at once: it can be seen that the holder of the lease is dead
+    assert f"resuming at step 4 from {remote.url}/checkpoints/step-000004" in capfd.readouterr().err
+    remote.check_same(undisturbed)
+    assert not remote.names(f"{EIGHT}/_INCOMPLETE") and remote.names(f"{EIGHT}/_COMPLETE")
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_a_damaged_checkpoint_is_set_aside(
-    s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+def test_an_outage_is_no_damage_and_damage_is_set_aside(
+    remote: Remote, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert leg(s3.url("run"), corpus, checkpoint__every_steps=2, train__stop_after=6) == 0
-    name = "run/checkpoints/step-000006/__0_0.distcp"
+    assert remote.leg(checkpoint__every_steps=2, train__stop_after=6) == 0
+    s3, name = remote.store, "run/checkpoints/step-000006/__0_0.distcp"
+    with monkeypatch.context() as patched:
+        patched.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
+        s3.fail(drop=True, method="GET", key="step-000006/__0")
+        with pytest.raises(RunError, match=r"checkpoint.resume: .*step-000006"):
+            remote.leg()
+    s3.heal()
+    assert remote.names("checkpoints/step-000006/_COMPLETE")
     content = bytearray(s3.get(name))
     content[len(content) // 3] ^= 1
     s3.put(name, bytes(content))
-    assert leg(s3.url("run"), corpus) == 0
-    assert f"set aside as {s3.url('run')}/checkpoints/step-000006/_DAMAGED" in capfd.readouterr().err
+    assert remote.leg() == 0
+    assert f"set aside as {remote.url}/checkpoints/step-000006/_DAMAGED" in capfd.readouterr().err
     assert s3.get(name) == content, "kept to look into"
-    check_same(s3, undisturbed)
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_an_outage_is_no_damage(s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
-    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
-    s3.fail(drop=True, method="GET", key="step-000005/__0")
-    with pytest.raises(RunError, match=r"checkpoint.resume: .*step-000005"):
-        leg(s3.url("run"), corpus)
-    assert s3.names("run/checkpoints/step-000005/_COMPLETE")
-
-
-def test_resume_from_a_url(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """A folder that was copied to the bucket, without markers; each rank fetches its own shards of it."""
-    settings: dict[str, Any] = {"train__micro_batch_size": 1}
-    assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
-    s3.put_tree(tmp_path / "whole" / "checkpoints" / "step-000004", "copied")
-    size = sum(len(data) for name, data in s3.tree("copied").items() if name.endswith(".distcp"))
-    settings["checkpoint__resume"] = s3.url("copied")
-    assert ranks.run(2, rank_leg, s3.url("run"), str(corpus), tmp_path, s3.environment, settings) == 0
-    weights = (tmp_path / "whole" / "final" / "model.safetensors").read_bytes()
-    assert s3.get("run/final/model.safetensors") == weights
-    fetched = s3.bytes_out("copied/__")
-    # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
-    assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
+    remote.check_same(undisturbed)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
 
-BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("no bucket", {"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
-    ("a password", {"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
-    ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
-    ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "not a URL"]),
-    ("staging", {"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
-]
+BAD_PLACES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no bucket": ({"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
+    "a password": ({"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
+    "not to write to": ({}, ["output_dir: {url}/run", "access denied"]),
+    "no source": ({"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
+    "a model": (
+        {"model.name_or_path": "s3://b/m", "model.config": None},
+        ["model.name_or_path", "not a URL"],
+    ),
+    "staging": ({"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
+    "too small": ({}, ["checkpoint.staging_dir: ", "has 97.7 KiB free", "need about 650"]),
+}
 
 
-def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    assert main(arguments) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "Trace"))]
-    assert len(told) == 1, told
-    return told[0]
-
-
-@pytest.mark.parametrize(("changed", "words"), [c[1:] for c in BAD_PLACES], ids=[c[0] for c in BAD_PLACES])
+@pytest.mark.parametrize("name", BAD_PLACES)
 def test_places_that_cannot_be(
-    changed: dict[str, Any],
-    words: list[str],
-    s3: ObjectStore,
-    corpus: Path,
+    name: str,
+    remote: Remote,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    changed = {key: value.replace("{url}", s3.url()) for key, value in changed.items()}
-    settings = tiny(s3.url("run"), corpus) | changed
-    if "model.name_or_path" in changed:
-        del settings["model.config"]
-    line = refusal(capsys, flags(settings))
-    assert all(word in line for word in words), line
-    assert "secret" not in line
-    assert not s3.names()
-
-
-def test_a_place_that_cannot_be_written_to_is_found_out_before_any_work(
-    s3: ObjectStore, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = flags(tiny(s3.url("run"), corpus) | {"data.cache_dir": str(tmp_path / "cache")})
-    s3.fail(status=403, method="PUT")
-    line = refusal(capsys, settings)
-    assert f"output_dir: {s3.url('run')}" in line and "access denied" in line and SECRET_KEY not in line
-    assert not (tmp_path / "cache").exists()
-
-
-def test_staging_needs_room(
-    s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr("portable.output.mirror.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* has 97.7 KiB free, .* need about 650"):
-        leg(s3.url("run"), corpus)
-    assert not s3.names("run/")
+    """Told in one line; one that cannot be written to before any work."""
+    s3, (changed, words) = remote.store, BAD_PLACES[name]
+    if name == "not to write to":
+        s3.fail(status=403, method="PUT")
+    if name == "too small":
+        usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+        monkeypatch.setattr("portable.output.mirror.shutil.disk_usage", lambda _: usage)
+    settings = tiny(remote.url, remote.corpus, data__cache_dir=str(tmp_path / "cache"))
+    settings |= {key: value and value.replace("{url}", s3.url()) for key, value in changed.items()}
+    assert main(flags(settings)) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "Trace"))]
+    assert len(told) == 1 and all(word.replace("{url}", s3.url()) in told[0] for word in words), told
+    assert "secret" not in told[0] and SECRET_KEY not in told[0]
+    assert not remote.names() and (name != "not to write to" or not (tmp_path / "cache").exists())
 
 
 # -- the lease -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+def place(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
+    """Of leases that are renewed and become stale quickly."""
     monkeypatch.setattr(lease, "RENEWED", 0.05)
     monkeypatch.setattr(lease, "STALE", 0.6)
     # Both are in this process here, which must not count as being gone.
     monkeypatch.setattr(lease, "_machine", lambda: None)
+    return RemotePath.of(remote.url)
 
 
-def test_a_run_that_is_held_is_refused(s3: ObjectStore, corpus: Path, quick_leases: None) -> None:
-    with Lease(RemotePath.of(s3.url("run"))):
+def test_a_run_that_is_held_is_refused(remote: Remote, place: RemotePath) -> None:
+    """Also where somebody deletes the lease, which is written again."""
+    with Lease(place) as first:
         with pytest.raises(UserError, match=r"in use by another run .*; wait for it, stop it or choose"):
-            leg(s3.url("run"), corpus)
-        assert s3.names("run/") == [LEASE_FILE]
-    assert not s3.names("run/")
+            remote.leg()
+        (place / LEASE_FILE).unlink()
+        wait_for(lambda: remote.names() == [LEASE_FILE])
+        first.check()
+        with pytest.raises(UserError, match="in use by another run"):
+            Lease(place).__enter__()
+    assert not remote.names()
 
 
 def test_a_lease_that_nobody_renews_is_taken_over(
-    s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = RemotePath.of(s3.url("run"))
     with monkeypatch.context() as patched:
         patched.setattr(Lease, "_renew", lambda _: None)
         first = Lease(place).__enter__()
@@ -402,12 +382,14 @@ def test_a_lease_that_nobody_renews_is_taken_over(
             first.check()
         first.__exit__(None, None, None)
         second.check()  # whoever lost the lease does not remove it
-        assert s3.names("run/") == [LEASE_FILE]
+        assert remote.names() == [LEASE_FILE]
 
 
-def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
+def test_of_two_that_start_at_once_one_begins(
+    remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both have seen that there is no lease before either writes one."""
-    first, second = (Lease(RemotePath.of(s3.url("run"))) for _ in range(2))
+    first, second = Lease(place), Lease(place)
     read = Lease._read
 
     def read_before_the_first_begins(self: Lease) -> tuple[dict[str, Any], Any]:
@@ -421,55 +403,45 @@ def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: Non
         second.__enter__()
     first.check()
     first.__exit__(None, None, None)
-    assert not s3.names("run/")
+    assert not remote.names()
 
 
 def test_a_store_without_conditional_writes_is_told(
-    s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forward = s3.forward
+    forward = remote.store.forward
 
     def without(method: str, path: str, headers: Any, body: bytes) -> Any:
         plain = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
         return forward(method, path, plain, body)
 
-    monkeypatch.setattr(s3, "forward", without)
-    with Lease(RemotePath.of(s3.url("run"))) as held:
+    monkeypatch.setattr(remote.store, "forward", without)
+    with Lease(place) as held:
         time.sleep(0.3)
         held.check()
         assert capsys.readouterr().err.count("no conditional writes") == 1
         with pytest.raises(UserError, match="in use by another run"):
-            Lease(RemotePath.of(s3.url("run"))).__enter__()
-    assert not s3.names("run/")
-
-
-def test_a_lease_that_somebody_deletes_is_written_again(s3: ObjectStore, quick_leases: None) -> None:
-    place = RemotePath.of(s3.url("run"))
-    with Lease(place) as first:
-        (place / LEASE_FILE).unlink()
-        wait_for(lambda: s3.names("run/") == [LEASE_FILE])
-        first.check()
-        with pytest.raises(UserError, match="in use by another run"):
             Lease(place).__enter__()
+    assert not remote.names()
 
 
-def test_a_lease_whose_answers_are_lost_is_held_all_the_same(s3: ObjectStore, quick_leases: None) -> None:
-    lost = s3.fail(drop=True, after=True, method="PUT", key=LEASE_FILE, every=2)
+def test_a_lease_whose_answers_are_lost_is_held_all_the_same(remote: Remote, place: RemotePath) -> None:
+    lost = remote.store.fail(drop=True, after=True, method="PUT", key=LEASE_FILE, every=2)
     lost.seen = 1
-    with Lease(RemotePath.of(s3.url("run"))) as held:
+    with Lease(place) as held:
         wait_for(lambda: lost.done >= 3)
         held.check()
-    s3.heal()
-    assert not s3.names("run/")
+    remote.store.heal()
+    assert not remote.names()
 
 
 @pytest.mark.usefixtures("brief_runs")
 def test_a_staging_folder_that_somebody_else_made_is_not_used(
-    s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may write where temporary files are sees the names that there are, and finds none to come."""
     monkeypatch.setattr("portable.output.mirror.lasting_folder", lambda: tmp_path)
-    first, second = (Mirror(RemotePath.of(s3.url("run")), 0, None) for _ in range(2))
+    first, second = (Mirror(RemotePath.of(remote.url), 0, None) for _ in range(2))
     assert first.work != second.work
     first.open(lambda: 0)
     (folder,) = tmp_path.iterdir()
@@ -478,7 +450,7 @@ def test_a_staging_folder_that_somebody_else_made_is_not_used(
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "kept").touch()
     folder.symlink_to("theirs")
-    assert leg(s3.url("run"), corpus, train__steps=1) == 0
+    assert remote.leg(train__steps=1) == 0
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["kept"]
 
 
@@ -486,17 +458,18 @@ def test_a_staging_folder_that_somebody_else_made_is_not_used(
 
 
 def test_what_is_no_checkpoint_is_kept(
-    s3: ObjectStore, tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+    remote: Remote, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Folders with the names of steps, but no state: at the start of a leg, and when the step is saved."""
+    s3 = remote.store
     s3.put("run/checkpoints/step-000001/mine.txt", b"kept")
     s3.put("run/checkpoints/step-000007/mine.txt", b"kept")
     staging = str(tmp_path / "staging")
-    assert leg(s3.url("run"), corpus, train__steps=1, checkpoint__staging_dir=staging) == 0
+    assert remote.leg(train__steps=1, checkpoint__staging_dir=staging) == 0
     assert s3.get("run/checkpoints/step-000001.kept/mine.txt") == b"kept"
     assert s3.tree("run/checkpoints/step-000007") == {"mine.txt": b"kept"}
     assert "mine.txt" not in s3.tree("run/checkpoints/step-000001")
-    assert s3.names("run/checkpoints/step-000001/_COMPLETE")
+    assert remote.names("checkpoints/step-000001/_COMPLETE")
     told = capfd.readouterr().err
     assert "step-000001: had no trainer_state.json" in told and "step-000001.kept" in told
     assert "step-000007: has no trainer_state.json, so it is not a checkpoint" in told

@@ -1,38 +1,64 @@
+"""What a step takes: its rate and weight decay, as transformers has them, its batch, and its operations."""
+
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import get_scheduler
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, get_scheduler
 
 from portable.api import with_objects
+from portable.batch_plan import plan_batches, total_steps
 from portable.config import RunConfig, load_config
 from portable.errors import UserError
+from portable.model import build as models
+from portable.model.build import AUTO_CLASSES
+from portable.model.flops import flops_per_token
+from portable.model.groups import decaying, groups_of
+from portable.optim.optimizers import parameter_groups
 from portable.optim.schedule import (
     Constant,
     Cosine,
     InverseSqrt,
     Linear,
-    Schedule,
     WarmupStableDecay,
     build_schedule,
 )
 from portable.run.user_code import digests
-from tests.runs import checked
+from tests.engines import Engines
+from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.runs import checked, configured
+from tests.tiny_models import tiny_config
 
 
-@pytest.mark.parametrize(("kind", "theirs"), [(Cosine, "cosine"), (Linear, "linear")])
 @pytest.mark.parametrize("warmup", [0, 5])
-def test_they_are_those_of_transformers(kind: type[Schedule], theirs: str, warmup: int) -> None:
-    found = rates_of(theirs, warmup, 23)
-    assert [kind(1e-3, 0.0, warmup, 23)(step) for step in range(23)] == pytest.approx(found, rel=1e-9)
-    lowest = rates_of("cosine_with_min_lr", warmup, 23, {"min_lr_rate": 0.1})
-    assert [Cosine(1e-3, 1e-4, warmup, 23)(step) for step in range(23)] == pytest.approx(lowest, rel=1e-9)
-    constant = rates_of("constant_with_warmup", warmup, 23)
-    assert [Constant(1e-3, 0.0, warmup, 23)(step) for step in range(23)] == pytest.approx(constant, rel=1e-9)
+@pytest.mark.parametrize(
+    ("kind", "floor", "theirs", "params"),
+    [
+        (Cosine, 0.0, "cosine", None),
+        (Cosine, 1e-4, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        (Linear, 0.0, "linear", None),
+        (Constant, 0.0, "constant_with_warmup", None),
+        (InverseSqrt, 0.0, "inverse_sqrt", None),
+        (partial(InverseSqrt, timescale=3), 0.0, "inverse_sqrt", {"timescale": 3}),
+    ],
+)
+def test_they_are_those_of_transformers(
+    kind: Any, floor: float, theirs: str, params: Any, warmup: int
+) -> None:
+    found = rates_of(theirs, warmup, 40, params)
+    assert [kind(1e-3, floor, warmup, 40)(step) for step in range(40)] == pytest.approx(found, rel=1e-9)
+    if theirs == "inverse_sqrt":
+        lowest = [max(rate, 4e-4) for rate in found[warmup:]]
+        ours = [kind(1e-3, 4e-4, warmup, 40)(step) for step in range(warmup, 40)]
+        assert ours == pytest.approx(lowest, rel=1e-9)
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
@@ -48,17 +74,6 @@ def test_warmup_stable_decay(decay: Any, warmup: int, warmup_type: Any, share: f
     assert [ours(step) for step in range(23)] == pytest.approx(found, rel=1e-9, abs=1e-12)
     cut = WarmupStableDecay(1e-3, floor * 1e-3, warmup, 23, share, decay, warmup_type)
     assert [cut(step) for step in range(23)] == pytest.approx(found, rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.parametrize("timescale", [None, 3])
-def test_inverse_square_root(warmup: int, timescale: int | None) -> None:
-    params = {} if timescale is None else {"timescale": timescale}
-    found = rates_of("inverse_sqrt", warmup, 40, params)
-    ours = [InverseSqrt(1e-3, 0.0, warmup, 40, timescale)(step) for step in range(40)]
-    assert ours == pytest.approx(found, rel=1e-9)
-    floor = [InverseSqrt(1e-3, 4e-4, warmup, 40, timescale)(step) for step in range(warmup, 40)]
-    assert floor == pytest.approx([max(rate, 4e-4) for rate in found[warmup:]], rel=1e-9)
 
 
 def rates_of(name: str, warmup: int, steps: int, params: dict[str, Any] | None = None) -> list[float]:
@@ -115,9 +130,7 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
     assert config.train.warmup_steps == 0
     schedule = build_schedule(config.train, 30)
     assert [schedule(step) for step in (0, 5, 10, 20, 29)] == pytest.approx([0.1, 0.55, 1.0, 0.1, 0.1])
-    with pytest.raises(
-        UserError, match=r"train\.schedule OneCycle needs DeepSpeed; use strategy zero1, .*cosine"
-    ):
+    with pytest.raises(UserError, match=r"schedule OneCycle needs DeepSpeed; use strategy zero1, .*cosine"):
         checked({"train": train})
 
 
@@ -133,11 +146,208 @@ def test_a_warm_up_ratio_is_the_trainers(steps: int, ratio: float) -> None:
     by_epochs = load_config(None, {"train.epochs": 2.5, "train.warmup_ratio": ratio})
     for config in (by_steps, by_epochs):
         assert build_schedule(config.train, steps).warmup_steps == expected
+    both = load_config(None, {"train.warmup_ratio": ratio, "train.warmup_steps": 0})
+    assert build_schedule(both.train, steps).warmup_steps == expected
     # What a run writes down reads back as the same config.
     assert load_config(by_steps.model_dump(by_alias=True)) == by_steps
 
 
-def test_one_length_of_the_warm_up() -> None:
-    """As the Trainer has it."""
-    config = load_config(None, {"train.warmup_ratio": 0.1, "train.warmup_steps": 0})
-    assert build_schedule(config.train, 200).warmup_steps == 20
+# -- weight decay and groups -----------------------------------------------------------------------------
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32,
+}  # fmt: skip
+TYPES: dict[str, tuple[str, dict[str, Any], str, bool]] = {
+    # What one of its parameters is called, and whether weight decay is for it: unlike by the number of dims.
+    "gpt_oss": ("causal-lm", {"num_local_experts": 4}, "mlp.experts.gate_up_proj_bias", False),
+    "gpt_oss, sinks": ("causal-lm", {"num_local_experts": 4}, "self_attn.sinks", True),
+    "t5": ("seq2seq-lm", {"d_model": 16, "d_kv": 8, "d_ff": 24}, "relative_attention_bias.weight", False),
+    "mamba": ("causal-lm", {"state_size": 4}, "mixer.D", True),
+    "rwkv": ("causal-lm", {"attention_hidden_size": 16}, "attention.time_decay", True),
+    # And where the two agree.
+    "qwen3": ("causal-lm", {}, "q_norm.weight", False),
+    "bert": ("masked-lm", {}, "embeddings.LayerNorm.weight", False),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_weight_decay_is_for_what_the_trainer_has_it_for(name: str) -> None:
+    task, settings, telling, decays = TYPES[name]
+    model_type = name.split(",")[0]
+    known = AutoConfig.for_model(model_type)
+    sizes = {key: value for key, value in SMALL.items() if hasattr(known, key)}
+    with torch.device("meta"):
+        config = AutoConfig.for_model(model_type, **sizes | settings)
+        model: nn.Module = getattr(transformers, AUTO_CLASSES[task]).from_config(config)
+    rule: Any = transformers.Trainer.get_decay_parameter_names
+    assert decaying(model) == set(rule(None, model))
+    found = [other for other, _ in model.named_parameters() if other.endswith(telling)]
+    assert found and all((other in decaying(model)) == decays for other in found)
+
+
+def test_what_is_inside_a_norm_does_not_decay() -> None:
+    norm = nn.LayerNorm(4)
+    norm.inner = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": norm, "ab": nn.Linear(4, 4, bias=False)})
+    rule: Any = transformers.Trainer.get_decay_parameter_names
+    assert decaying(model) == set(rule(None, model)) == {"ab.weight"}
+
+
+def grouped(model: nn.Module, *groups: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of ``model``, of names."""
+    settings = load_config({"train": {"parameter_groups": list(groups)}}).train
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = parameter_groups(
+        dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
+    )
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in found]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    parts = {"a": nn.Linear(2, 2), "norm": nn.LayerNorm(2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)}
+    parts["c"].requires_grad_(False)
+    tied: Any = nn.ModuleDict({**parts, "d": nn.Linear(2, 2, bias=False)})
+    tied["d"].weight = tied["b"].weight
+    return cast("nn.Module", tied)
+
+
+def test_groups_of_a_pattern(model: nn.Module) -> None:
+    """The first pattern counts, a tied parameter has all its names, biases and norms stay without decay."""
+    spared = ["a.bias", "norm.weight", "norm.bias", "b.bias"]
+    weights = {"params": ["a.weight", "b.weight"], "weight_decay": 0.1}
+    assert grouped(model) == [weights, {"params": spared, "weight_decay": 0.0}]
+    found = grouped(
+        model,
+        {"pattern": "^d", "learning_rate": 3e-3},
+        {"pattern": r"^[ab]\.|norm", "weight_decay": 0.5},
+    )
+    assert found == [
+        {"params": ["b.weight"], "weight_decay": 0.1, "lr": 3e-3, "initial_lr": 3e-3},
+        {"params": ["a.weight"], "weight_decay": 0.5},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+
+
+def test_a_pattern_without_effect_is_refused(model: nn.Module) -> None:
+    for patterns, message in (
+        (["nrom"], "'nrom' matches no parameter; did you mean norm?"),
+        (["c"], "'c' matches only parameters that are frozen; correct or remove it"),
+        (["a", r"a\.w"], r"'a\\.w' matches only parameters that an earlier pattern matches; correct"),
+        (["("], "'(' is not a regular expression"),
+    ):
+        with pytest.raises(UserError) as raised:
+            grouped(model, *({"pattern": pattern} for pattern in patterns))
+        assert str(raised.value).startswith(f"train.parameter_groups: {message}")
+
+
+OSS: dict[str, Any] = {
+    "model__config": {**SMALL, "model_type": "gpt_oss", "num_local_experts": 4, "vocab_size": 384},
+    "data__seq_len": 16,
+    "train__global_batch_size": 4,
+    "train__weight_decay": 3.0,
+    "train__learning_rate": 0.03,
+}
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
+    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **OSS))
+
+
+@pytest.mark.parametrize("name", ["full_shard", "zero2"])
+def test_it_is_by_name_where_parameters_are_cut(
+    name: str, truth: Losses, tmp_path: Path, corpus: Path, engines: Engines
+) -> None:
+    """Flat or sharded, what decays is the same; at this rate another group shows in the fourth step."""
+    config = configured(tmp_path, corpus, **OSS, strategy=name)
+    found = engines.run(name, 2, our_losses, config)
+    assert_close(found, truth, 1e-5, falls=-10)
+
+
+# -- batches and operations ------------------------------------------------------------------------------
+
+
+def batches(**train: object) -> RunConfig:
+    return load_config({"train": train})
+
+
+@pytest.mark.parametrize(
+    ("total", "world", "micro", "accumulation"),
+    [(8, 1, 4, 2), (8, 4, 2, 1), (12, 3, 4, 1), (7, 7, 1, 1)],
+)
+def test_the_default_micro_batch_follows_the_world(
+    total: int, world: int, micro: int, accumulation: int
+) -> None:
+    plan = plan_batches(batches(global_batch_size=total), world_size=world, rank=0)
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (micro, accumulation)
+    assert plan.micro_batch_size * plan.accumulation_steps * world == total
+
+
+def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
+    with pytest.raises(UserError, match=r"8 sequences cannot be divided among 3 ranks; set it to 6 or 9"):
+        plan_batches(batches(), world_size=3, rank=0)
+    with pytest.raises(UserError, match=r"4 does not divide the 2 sequences .*; use 2 or another divisor"):
+        plan_batches(batches(micro_batch_size=4), world_size=4, rank=0)
+    config = batches(global_batch_size=24).replaced({"context_parallel_size": 3})
+    with pytest.raises(UserError, match=r"4 devices cannot be divided into groups of 3; use a divisor of 4"):
+        plan_batches(config, world_size=1, rank=0, devices_per_rank=4)
+    with pytest.raises(UserError, match=r"2 ranks cannot be divided into groups of 3; use a divisor of 2"):
+        plan_batches(config, world_size=2, rank=0, devices_per_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "parts", "expected"),
+    [(2, 4, 2, (2, 1, 8, 2)), (4, 4, 4, (4, 3, 4, 1)), (4, 4, 8, (2, 1, 8, 1)), (4, 4, 16, (1, 0, 16, 1))],
+)
+def test_devices_that_share_sequences_may_be_those_of_several_hosts(
+    hosts: int, devices: int, parts: int, expected: tuple[int, ...]
+) -> None:
+    """The last host's share: of how many, which one, sequences, and those of a micro-batch."""
+    config = batches(global_batch_size=16, micro_batch_size=1).replaced({"context_parallel_size": parts})
+    plan = plan_batches(config, world_size=hosts, rank=hosts - 1, devices_per_rank=devices, one_program=True)
+    assert (plan.world_size, plan.rank, plan.sequences_per_rank, plan.micro_batch_size) == expected
+    assert plan.part == (0, 1)  # the compiler cuts sequences
+
+
+def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
+    config = batches(micro_batch_size=1)
+    alone = plan_batches(config, world_size=1, rank=0)
+    second = plan_batches(config, world_size=2, rank=1)
+    assert second.dropout_seed(16, 3) == alone.dropout_seed(16, 4 + 3) == alone.dropout_seed(23, 0)
+    seeds = {alone.dropout_seed(first, i) for first in range(0, 800, 8) for i in range(8)}
+    assert len(seeds) == 800
+    assert all(0 <= seed < 2**63 for seed in seeds)  # what torch.manual_seed takes
+
+
+def test_epochs_become_steps() -> None:
+    assert total_steps(batches(steps=7), 100) == 7
+    assert total_steps(batches(epochs=2, global_batch_size=8), 100) == 25
+    assert total_steps(batches(epochs=0.01, global_batch_size=8), 100) == 1
+    # As docs/migrate.md has it; the Trainer's epochs end in a smaller batch, 33 steps in all.
+    assert total_steps(batches(epochs=3, global_batch_size=10), 105) == 32
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model.config.tie_word_embeddings": False, "train.frozen": "embed|layers.0|layers.2"},
+        {"model.config.tie_word_embeddings": False, "train.frozen": "layers"},
+        {"model.config": tiny_config("qwen2_moe")},  # of the experts, only those that a token goes through
+    ],
+    ids=["in part", "layers", "mixture"],
+)
+def test_flops_are_those_that_torch_counts(given: dict[str, Any]) -> None:
+    run = load_config(None, {**given, "model.attention": "eager"})  # it counts no attention kernels of CPUs
+    config = models.model_config(run.model)
+    model = models.training_model(config, run).to_empty(device="cpu")
+    if "model.config" in given:
+        model.set_experts_implementation("eager")  # nor products of groups
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(64)[None]).logits.sum().backward()
+    assert flops_per_token(model, config, 64) == pytest.approx(counter.get_total_flops() / 64, rel=0.02)

@@ -1,10 +1,22 @@
-"""Streams: files tokenized while the run trains, in one order, within a limit, through faults."""
+"""Streams: files tokenized while the run trains, in one order and within a limit.
+
+Under faults every sample is the right one, or the run ends with one line; nothing hangs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +24,21 @@ import pytest
 
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
-from portable.data.sources import opening
+from portable.data.samples.loader import TrainLoader
+from portable.data.sources import file_parts, opening
+from portable.data.sources.documents import Fields
 from portable.data.sources.file_parts import FilePart
+from portable.data.sources.opening import StreamedFiles
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests import hub_datasets
+from tests.object_store import ObjectStore
 from tests.portable.data_support import source, write_jsonl
+from tests.portable.order_support import write_tokenizer
+from tests.portable.test_data_contract import KINDS, TEXTS, lines
+from tests.runs import configured, write_corpus
 
 FILES, RECORDS, LENGTH = 9, 30, 16
 
@@ -51,6 +73,13 @@ def opened(files: Path, **more: Any) -> Stream:
     return found
 
 
+def length(stream: Any) -> int:
+    """The samples of an epoch, known once all files were read."""
+    while stream._whole() is None:
+        stream.locate(stream._ends[-1] if stream._ends else 0, 0)
+    return int(stream._whole())
+
+
 def ids(stream: Any, first: int, count: int) -> list[tuple[int, int]]:
     return [stream.locate(position, 0) for position in range(first, first + count)]
 
@@ -61,14 +90,10 @@ def ids(stream: Any, first: int, count: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("window", [1, 2, 20])
 def test_an_epoch_has_every_sample_once(files: Path, window: int) -> None:
     stream = opened(files, shuffle_window=window)
-    first = ids(stream, 0, 1)
-    while stream.epochs(1) is None:
-        first += ids(stream, len(first), 1)
-    total = stream._whole()
-    assert total is not None
-    first += ids(stream, len(first), total - len(first))
+    total = length(stream)
+    first = ids(stream, 0, total)
     whole = {(0, k << 32 | n) for k, (length, _) in stream._manifest.items() for n in range(length)}
-    assert len(first) == total == len(whole) and set(first) == whole
+    assert total == len(whole) and set(first) == whole and stream.epochs(total) == 1
     second = ids(stream, total, total)
     assert {(1, index) for _, index in whole} == set(second)
     assert [index for _, index in first] != [index for _, index in second]
@@ -148,16 +173,10 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
     expected = ids(opened(files, cache_dir=str(files.parent / "other")), 0, 900)
     stream = opened(files)
     stream._processes = 2
-    monkeypatch.setattr("portable.data.tokens.tokenize.TokenizeJob.__call__", _die)
+    monkeypatch.setattr("portable.data.tokens.tokenize.TokenizeJob.__call__", lambda *_: os._exit(3))
     assert ids(stream, 0, 900) == expected
     assert stream._ahead is not None
     stream.close()
-
-
-def _die(self: Any, source: Any) -> bool:
-    import os
-
-    os._exit(3)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------
@@ -169,15 +188,8 @@ def test_bad_records_are_skipped_and_told(
 ) -> None:
     """In a stream and in a file: the first five with their place, then the number; or the run ends."""
     monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
-    bad = {
-        3: b"{broken",
-        9: b'{"text": 5}',
-        11: b"\xff\xfe",
-        20: b"[]",
-        25: b'{"txt": "x"}',
-        30: b"{",
-        31: b"nul",
-    }
+    texts = [b"{broken", b'{"text": 5}', b"\xff\xfe", b"[]", b'{"txt": "x"}', b"{", b"nul"]
+    bad = dict(zip((3, 9, 11, 20, 25, 30, 31), texts, strict=True))
     lines = [bad.get(n, b'{"text": "good %d words of a record"}' % n) for n in range(60)]
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -193,3 +205,311 @@ def test_bad_records_are_skipped_and_told(
     assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
     with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
         list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).documents())
+
+
+# -- faults of stores and processes ----------------------------------------------------------------------
+
+
+COUNT = 1600
+"""Samples beyond an epoch: every file was read."""
+
+
+def rows(found: Stream, count: int = COUNT) -> list[list[int]]:
+    return found.batch(ids(found, 0, count))["input_ids"].tolist()
+
+
+@pytest.fixture
+def expected(files: Path) -> list[list[int]]:
+    found = rows(opened(files, cache_dir=str(files.parent / "expected")))
+    assert len(found) == COUNT
+    return found
+
+
+# -- stores -------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_fails_and_recovers(files: Path, expected: list[list[int]], s3: ObjectStore) -> None:
+    """Every third request fails, or its answer breaks off."""
+    s3.put_tree(files, "data")
+    found = opened(files, source=s3.url("data/*.jsonl"))
+    found._processes = 1
+    s3.fail(status=503, method="GET", key=".jsonl", every=3)
+    s3.fail(cut=100, method="GET", key=".jsonl", every=5)
+    assert rows(found) == expected
+    found.close()
+
+
+def test_a_store_that_is_gone_ends_the_run_and_the_next_goes_on(
+    files: Path, expected: list[list[int]], s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put_tree(files, "data")
+    found = opened(files, source=s3.url("data/*.jsonl"))
+    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
+    s3.fail(status=503, method="GET", key=".jsonl")
+    with pytest.raises(RunError, match=r"^data.source: .*cannot read, \d+ attempts failed") as refused:
+        rows(found)
+    assert "\n" not in str(refused.value)
+    s3.heal()
+    assert rows(found) == expected
+
+
+def test_an_object_that_changed_since_it_was_listed(files: Path, s3: ObjectStore) -> None:
+    s3.put_tree(files, "data")
+    found = opened(files, source=s3.url("data/*.jsonl"))
+    name = f"part-{int(found._order[-1])}.jsonl"
+    s3.put(f"data/{name}", (files / name).read_bytes().replace(b"r3 ", b"r4 "))
+    with pytest.raises(UserError, match=rf"{name}.*changed while it was read"):
+        rows(found)
+    s3.delete(f"data/{name}")
+    with pytest.raises(UserError, match=rf"{name}.*cannot read it"):
+        rows(found)
+
+
+# -- processes ----------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_prepares_batches_dies(files: Path) -> None:
+    loader = TrainLoader(opened(files), seed=0, global_batch_size=4, micro_batch_size=4, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    generator: Any = batches._batches
+    of_torch = generator.gi_frame.f_locals["batches"]
+    os.kill(of_torch._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
+        for _ in range(50):
+            next(batches)
+    # torch does not shut it down, which would wait for ever for a lock that the process has died with.
+    assert of_torch._shutdown
+    assert [worker.join(60) or worker.is_alive() for worker in of_torch._workers] == [False]
+
+
+# -- the cache ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 160 KiB, about the tokens of five files."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=160k", "portable-test", str(folder)]
+    if subprocess.run(mounted, capture_output=True).returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_emptied_of_what_is_not_in_use(
+    files: Path, expected: list[list[int]], small_disk: Path
+) -> None:
+    build_data(settings(files)).tokenizer.save_pretrained(files.parent / "tokenizer")
+    given = {"tokenizer": str(files.parent / "tokenizer"), "vocab_size": None, "cache_dir": str(small_disk)}
+    found = opened(files, **given, cache_limit=1.0)
+    assert rows(found) == expected
+    shutil.rmtree(small_disk / "streams")
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    with pytest.raises(UserError, match=r"^data.cache_dir: cannot write in .* \(.*No space left") as refused:
+        opened(files, **given, cache_limit=1.0)
+    assert "\n" not in str(refused.value)
+
+
+def test_runs_that_share_a_cache_do_not_disturb_each_other(
+    files: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each removes what the other may need next, in a room for less than one of them."""
+    monkeypatch.setattr(Stream, "_read_ahead", lambda *_: None)
+    runs = [opened(files, cache_limit=1e-6) for _ in range(2)]
+    found: list[list[list[int]]] = [[], []]
+    for run in runs:
+        run._processes = 1  # sees to the limit
+
+    def take(number: int) -> None:
+        for position in range(0, 400, 8):
+            at = position if number == 0 else 392 - position
+            found[number] += runs[number].batch(ids(runs[number], at, 8))["input_ids"].tolist()
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    backwards = [row for at in range(392, -1, -8) for row in expected[at : at + 8]]
+    assert found == [expected[:400], backwards]
+
+
+def test_half_a_cache_is_not_used(files: Path, expected: list[list[int]]) -> None:
+    """Drafts of killed writers, and a folder whose last file is missing."""
+    first = opened(files)
+    assert rows(first) == expected
+    tokens = files.parent / "cache" / "streams" / "tokens"
+    folders = sorted(one for one in tokens.iterdir() if one.is_dir())
+    (folders[0] / "meta.json").unlink()
+    (folders[1] / "text.bin").write_bytes((folders[1] / "text.bin").read_bytes()[:-4])
+    folders[2].rename(folders[2].with_name(f"{folders[2].name}.draft"))
+    damaged = bytearray((folders[3] / "text.bin").read_bytes())
+    damaged[7] ^= 1
+    (folders[3] / "text.bin").write_bytes(damaged)
+    assert rows(opened(files)) == expected
+
+
+# -- waits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_waits_for_data_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each log has their share; from the second on, a long one is warned of, once."""
+
+    begin = TrainLoader.__iter__
+
+    def slow(loader: TrainLoader) -> Iterator[Any]:
+        for batch in begin(loader):
+            time.sleep(0.3)
+            yield batch
+
+    monkeypatch.setattr(TrainLoader, "__iter__", slow)
+    texts = write_corpus(tmp_path)
+    given = {"log__every_steps": 1, "train__steps": 4, "checkpoint__export": False}
+    assert run_rank("cpu", configured(tmp_path / "run", texts, **given)) == 0
+    shares = [row["data_wait"] for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert len(shares) == 4 and all(0.05 < share <= 1 for share in shares)
+    told = [line for line in capsys.readouterr().err.splitlines() if "steps wait for data" in line]
+    assert len(told) == 1 and "raise data.num_workers" in told[0]
+
+
+# -- parts of .jsonl and .parquet, compressed files, object stores and hub data sets ---------------------
+
+
+def parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+def stream(name: str, folder: Path, **data: Any) -> StreamedFiles:
+    found = source(name, stream=True, cache_dir=folder / "cache", **data)
+    assert isinstance(found, StreamedFiles)
+    return found
+
+
+def texts_of(files: StreamedFiles) -> list[str]:
+    parts = [part.open(files.settings) for part in files.parts]
+    return [found.text for part in parts for found in part.documents()]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "b.jsonl"])
+def test_a_part_of_an_object_costs_its_own_bytes(
+    name: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "PART_BYTES", 100_000)
+    monkeypatch.setattr(file_parts, "_BUFFER", 10_000)
+    texts = [random.Random(number).randbytes(150).hex() for number in range(3000)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        parquet(path, {"text": texts, "unused": texts}, row_group_size=100, compression="none")
+    else:
+        path.write_bytes(lines(texts))
+    s3.put_tree(tmp_path, "data")
+    files = stream(s3.url(f"data/{name}"), tmp_path)
+    part = files.parts[5].open(files.settings)
+    found = [document.text for document in part.documents()]
+    assert found and texts[texts.index(found[0]) :][: len(found)] == found
+    # Twice the end of a .parquet file, which is its table of contents.
+    assert s3.bytes_out(name) <= 120_000 + 2 * 65_536 * (name == "a.parquet")
+
+
+def test_damaged_files_end_in_one_line(tmp_path: Path) -> None:
+    for name, said in (
+        ("a.jsonl.gz", r"a.jsonl.gz: Compressed file ended before .*; copy the file again"),
+        ("a.jsonl.zst", r"a.jsonl.zst: cannot read it: Truncated compressed stream"),
+        ("a.parquet", r"a.parquet: not a readable .parquet file \(.*\); copy it again"),
+    ):
+        path = tmp_path / name
+        KINDS[name](path, TEXTS)
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(UserError, match=said) as refused:
+            texts_of(stream(str(path), tmp_path))
+        assert "\n" not in str(refused.value)
+    whole = parquet(tmp_path / "f.parquet", {"text": TEXTS}, write_page_checksum=True)
+    damaged = bytearray(whole.read_bytes())
+    damaged[3000] ^= 255
+    (tmp_path / "f.parquet").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"f.parquet: .*(CRC|checksum)"):
+        texts_of(stream(str(tmp_path / "f.parquet"), tmp_path))
+
+
+def test_a_run_on_a_large_store_begins_at_once(
+    tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a listing, here of two pages, and of one object the part that comes first."""
+    monkeypatch.setattr(opening, "PART_BYTES", 10_000)
+    content = lines([f"line {number} of many" for number in range(1000)])
+    for number in range(1100):
+        s3.put(f"data/{number:04}.jsonl", content)
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+    given = {"tokenizer": tokenizer, "seq_len": 16, "eval_fraction": 0.0, "cache_dir": str(tmp_path)}
+    s3.forget()
+    data = build_data(DataConfig(source=s3.url("data/*.jsonl"), stream=True, **given))  # type: ignore[arg-type]
+    assert isinstance(data.train, Stream)
+    data.train._processes = 0
+    data.train.batch([data.train.locate(0, 0)])
+    assert s3.count() < 2 + 15  # pages of the list, and ranges
+    assert s3.bytes_out(".jsonl") < 60_000
+
+
+@pytest.mark.exhaustive
+def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
+    """Parquet and JSONL shards of a split, at one revision, by the real client in a process of its own."""
+    (tmp_path / "data").mkdir()
+    half = len(TEXTS) // 2
+    for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
+        name = tmp_path / "data" / f"train-0000{number}-of-00002.parquet"
+        parquet(name, {"text": texts}, row_group_size=100, compression="none")
+    contents = {f"data/{path.name}": path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    contents = {"README.md": b"# a dataset\n", **dict(sorted(contents.items()))}
+    contents["data/test-00000-of-00001.parquet"] = contents["data/train-00000-of-00002.parquet"]
+    requests: list[tuple[str, str]] = []
+    with hub_datasets.serving("lab/some", contents, requests) as url:
+
+        def read(split: str) -> dict[str, Any]:
+            environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
+            environment |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+            command = [sys.executable, "-m", "tests.hub_datasets", url, "lab/some", str(tmp_path), split]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found
+
+        found = read("train")["texts"]
+        assert len(found) > 2 and [text for part in found for text in part] == TEXTS
+        whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
+        assert whole == []
+        assert "has no split 'other' of files; it has train, test" in read("other")["error"]
+
+
+def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
+    """Of a stream, of a part of it and of a file; else tokens made otherwise would be taken for these."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(TEXTS))
+    task: dict[str, str] = {"target_field": "seq2seq-lm", "source_prefix": "seq2seq-lm"}
+    task |= {"label_field": "sequence-classification", "text_pair_field": "sequence-classification"}
+    changes: dict[str, Any] = {
+        "text_field": "a", "target_field": "a", "label_field": "a", "text_split": "line",
+        "text_pair_field": "a", "source_prefix": "a", "on_bad_record": "skip", "columns": ("a",),
+        "format": "messages", "roles_to_train": ("user",),
+    }  # fmt: skip
+    assert len(changes) == len(dataclasses.fields(Fields))
+    for parts in (None, False, True):
+
+        def key(task: str = "causal-lm", parts: bool | None = parts, **data: Any) -> str:
+            opened = source(str(path), task, stream=parts is not None, cache_dir=tmp_path, **data)
+            return opened.parts[0].open(opened.settings).key if parts else opened.key  # type: ignore[attr-defined]
+
+        keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes.items()}
+        assert len({*keys, key()}) == len(changes) + 1
+        assert key(format="auto") == key()

@@ -18,6 +18,7 @@ from portable.data.sources import token_files
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import UserError
 from tests.portable.data_support import corpus, source
+from tests.portable.test_stream import length
 
 
 @pytest.fixture(scope="module")
@@ -35,37 +36,41 @@ def documents(end: int, count: int = 40) -> list[list[int]]:
     return [[(n * 7 + at) % 250 + 10 for at in range(n * 5 % 23 + 1)] + [end] for n in range(count)]
 
 
+def flat(texts: Sequence[Sequence[int]]) -> list[int]:
+    return [token for text in texts for token in text]
+
+
 def nanogpt(path: Path, texts: Sequence[Sequence[int]]) -> None:
     """As data/*/prepare.py of nanoGPT does."""
-    np.array([token for text in texts for token in text], dtype=np.uint16).tofile(path)
+    np.array(flat(texts), dtype=np.uint16).tofile(path)
 
 
 def llm_c(path: Path, texts: Sequence[Sequence[int]]) -> None:
     """As write_datafile of llm.c's data_common.py does."""
-    tokens = np.array([token for text in texts for token in text], dtype=np.uint16)
+    tokens = np.array(flat(texts), dtype=np.uint16)
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, 1, len(tokens)
-    with path.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.tobytes())
+    path.write_bytes(header.tobytes() + tokens.tobytes())
 
 
 def megatron(path: Path, texts: Sequence[Sequence[int]]) -> None:
     """As IndexedDatasetBuilder of Megatron-LM does: each document is two sequences here."""
     parts = [part for text in texts for part in (text[: len(text) // 2], text[len(text) // 2 :])]
-    np.array([token for text in texts for token in text], dtype=np.int32).tofile(path)
+    np.array(flat(texts), dtype=np.int32).tofile(path)
     sizes = np.array([len(part) for part in parts], dtype=np.int32)
     pointers = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64) * 4]).astype(np.int64)
-    with path.with_suffix(".idx").open("wb") as file:
-        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(parts), len(texts) + 1))
-        file.write(
-            sizes.tobytes() + pointers.tobytes() + np.arange(0, len(parts) + 1, 2, dtype=np.int64).tobytes()
-        )
+    ends = np.arange(0, len(parts) + 1, 2, dtype=np.int64)
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(parts), len(texts) + 1)
+    path.with_suffix(".idx").write_bytes(head + sizes.tobytes() + pointers.tobytes() + ends.tobytes())
 
 
 def built(path: Path | str, tokenizer: str, folder: Path, **more: Any) -> Any:
     given: dict[str, Any] = {"source": str(path), "tokenizer": tokenizer, "seq_len": 16, "eval_fraction": 0.0}
     return build_data(DataConfig(**(given | more), cache_dir=str(folder / "cache")))
+
+
+def found_in(data: Any) -> list[list[int]]:
+    return [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
 
 
 @pytest.mark.parametrize("write", [nanogpt, llm_c, megatron])
@@ -78,10 +83,8 @@ def test_tokens_and_documents_are_those_of_the_file(
     texts = documents(end)
     write(tmp_path / "some.bin", texts)
     data = built(tmp_path / "some.bin", folder, tmp_path)
-    found = [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
-    assert found == texts
-    flat = [token for text in texts for token in text]
-    assert data.train[2]["input_ids"].tolist() == flat[32:48]
+    assert found_in(data) == texts
+    assert data.train[2]["input_ids"].tolist() == flat(texts)[32:48]
 
 
 def test_several_files_and_a_stream_of_them(tokenizer: tuple[str, int], tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_several_files_and_a_stream_of_them(tokenizer: tuple[str, int], tmp_path
     for number in range(3):
         (nanogpt, llm_c, megatron)[number](tmp_path / f"{number}.bin", texts[30 * number : 30 * number + 30])
     whole = built(tmp_path / "*.bin", folder, tmp_path)
-    assert [whole.tokens.document("text", n).tolist() for n in range(whole.tokens.documents)] == texts
+    assert found_in(whole) == texts
     stream = built(tmp_path / "*.bin", folder, tmp_path, stream=True).train
     stream._processes = 0
     apart = [built(tmp_path / f"{n}.bin", folder, tmp_path).train for n in range(3)]
@@ -139,18 +142,16 @@ SHARDED = {"mds": TEXTS, "mds_bytes_zstd": TEXTS, "mds_fixed": [[*range(8)]] * 5
 def test_shards_of_other_programs(name: str, tokenizer: tuple[str, int], tmp_path: Path) -> None:
     """Files that Mosaic Streaming and litdata wrote; as a stream, each shard is read when it is needed."""
     data = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4)
-    found = [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
+    found = found_in(data)
     if name == "litdata":  # whose chunks come in the order in which its workers wrote them
         found = sorted(found, key=lambda text: text[0])
     assert found == SHARDED[name]
     stream = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4, stream=True).train
     stream._processes = 0
-    flat = [token for text in SHARDED[name] for token in text]
-    while stream._whole() is None:
-        stream.locate(stream._ends[-1] if stream._ends else 0, 0)
-    rows = stream.batch([stream.locate(at, 0) for at in range(stream._whole())])["input_ids"].tolist()
-    blocks = {tuple(flat[at : at + 4]) for at in range(len(flat))}
-    assert len(rows) >= len(flat) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks
+    rows = stream.batch([stream.locate(at, 0) for at in range(length(stream))])["input_ids"].tolist()
+    tokens = flat(SHARDED[name])
+    blocks = {tuple(tokens[at : at + 4]) for at in range(len(tokens))}
+    assert len(rows) >= len(tokens) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_a_dataset_saved_to_disk(tokenizer: tuple[str, int], tmp_path: Path) -> 
     saved.shuffle(seed=1).save_to_disk(tmp_path / "shuffled")
     for name in ("plain", "shuffled"):
         data = built(tmp_path / name, tokenizer[0], tmp_path)
-        found = [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
+        found = found_in(data)
         assert (found if name == "plain" else sorted(found, key=lambda text: text[0])) == TEXTS
     saved.remove_columns("input_ids").save_to_disk(tmp_path / "other")
     with pytest.raises(UserError, match=r"has the columns more, not input_ids or tokens"):

@@ -1,61 +1,51 @@
-"""Trackers get one run for all launches. Libraries are stand-ins here: the real ones need accounts."""
+"""What a run writes beside its checkpoints: to trackers and viewers, on the terminal and into its log.
+
+Trackers get one run for all launches; their libraries are stand-ins here: the real ones need accounts.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
+import logging
 import sys
+import warnings
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from portable import train
+from portable import UserError, train
 from portable.config import RunConfig, keys
+from portable.reporting.profiling import RECORDED
+from portable.run.callbacks import Run
+from portable.run.rank import run_rank
+from portable.terminal import be_quiet
+from tests.ranks import RankPool
 from tests.runs import configured
 
 
-class Library(ModuleType):
+def library(name: str) -> Any:
     """Records the calls; it is its own run and its own config."""
+    made = MagicMock(__name__=name, __version__="4.0", __spec__=ModuleSpec(name, None))
+    made.init.return_value = made.start.return_value = made.config = made
+    return made
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)
-        self.__version__ = "4.0"
-        self.config = self
-        self.begun: list[dict[str, Any]] = []
-        self.settings: dict[str, Any] = {}
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.ended = 0
 
-    def init(self, **given: Any) -> Library:
-        self.begun.append(given)
-        return self
+def begun(library: Any) -> dict[str, Any]:
+    """What its last run was begun with; comet_ml calls that start."""
+    (given,) = (call.call_args.kwargs for call in (library.init, library.start) if call.called)
+    return {key.removesuffix("_name"): value for key, value in given.items()}
 
-    start = init  # comet_ml's
 
-    def __setitem__(self, name: str, value: str) -> None: ...
-
-    def update(self, values: dict[str, Any], **_: Any) -> None:
-        self.settings = values
-
-    log_parameters = update
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, values))
-
-    def set_step(self, step: int) -> None:
-        self.logged.append((step, {}))
-
-    def log_metric(self, name: str, value: float, step: int) -> None:
-        assert self.logged[-1][0] == step
-        self.logged[-1][1][name] = value
-
-    def finish(self) -> None:
-        self.ended += 1
-
-    end = finish
+def steps_logged(library: Any) -> list[int]:
+    """The steps whose loss it has; comet_ml is given one number at a time."""
+    one_by_one = [call.kwargs["step"] for call in library.log_metric.call_args_list if call.args[0] == "loss"]
+    return one_by_one + [call.kwargs["step"] for call in library.log.call_args_list if "loss" in call.args[0]]
 
 
 def test_the_names_are_accelerates() -> None:
@@ -66,30 +56,28 @@ def test_the_names_are_accelerates() -> None:
 @pytest.mark.usefixtures("brief_runs")
 def test_all_launches_are_one_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["wandb", "trackio", "swanlab", "comet_ml"]
-    libraries = [Library(name) for name in names]
-    for library in libraries:
-        monkeypatch.setitem(sys.modules, library.__name__, library)
+    libraries = {name: library(name) for name in names}
+    for name, stand_in in libraries.items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
 
     def launch(folder: Path, **settings: Any) -> list[dict[str, Any]]:
         train(configured(folder, corpus, train__steps=4, log__every_steps=1, log__trackers=names, **settings))
-        return [
-            {key.removesuffix("_name"): value for key, value in library.begun[-1].items()}
-            for library in libraries
-        ]
+        return [begun(one) for one in libraries.values()]
 
     launched = launch(tmp_path / "group" / "one", train__stop_after=2)
     again = launch(tmp_path / "group" / "one", train__stop_after=None)
-    for library, first, second in zip(libraries, launched, again, strict=True):
+    for (name, one), first, second in zip(libraries.items(), launched, again, strict=True):
         assert first == second and first["project"] == "group"
-        if library.__name__ == "comet_ml":
+        if name == "comet_ml":
             assert first["experiment_key"].isalnum() and 32 <= len(first["experiment_key"]) <= 50
         else:
             assert first["name"] == "one" and first["resume"] == "allow"
-            assert ("id" in first) == (library.__name__ != "trackio")
-        assert library.settings["train.steps"] == 4
-        assert [step for step, values in library.logged if "loss" in values] == [1, 2, 3, 4]
-        assert library.ended == 2
-        monkeypatch.setenv(f"{library.__name__.upper()}_PROJECT", "of the environment")
+            assert ("id" in first) == (name != "trackio")
+        settings = (one.log_parameters if name == "comet_ml" else one.update).call_args.args[0]
+        assert settings["train.steps"] == 4
+        assert steps_logged(one) == [1, 2, 3, 4]
+        assert one.finish.call_count + one.end.call_count == 2
+        monkeypatch.setenv(f"{name.upper()}_PROJECT", "of the environment")
     others = launch(tmp_path / "group" / "two", log__name="mine", train__stop_after=1)
     for first, other in zip(launched, others, strict=True):
         assert other["project"] == "of the environment" and other.get("name", "mine") == "mine"
@@ -100,60 +88,158 @@ def test_all_launches_are_one_run(tmp_path: Path, corpus: Path, monkeypatch: pyt
 
 
 class Own(GeneralTracker):  # type: ignore[misc]
-    """A tracker of the user's."""
+    """A tracker of the user's, whose server may go away at a moment."""
 
     name = "own"
     requires_logging_directory = False
     seen: list[tuple[Any, ...]] = []  # noqa: RUF012
 
-    def __init__(self, project: str, color: str = "red") -> None:
+    def __init__(self, project: str, breaks: str = "") -> None:
         super().__init__()
-        self.seen.append((project, color))
+        self.breaks = breaks
+        self.seen.append((project, breaks))
 
     @property
     def tracker(self) -> Own:
         return self
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.seen.append(("log", step, values.get("loss")))
+        self.seen.append(("log", step))
+        if self.breaks == "log":
+            raise ConnectionError("gone\naway")
 
     def finish(self) -> None:
         self.seen.append(("finish",))
+        if self.breaks == "finish":
+            raise SystemExit(3)
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_a_tracker_of_ones_own(tmp_path: Path, corpus: Path) -> None:
-    name = f"{__name__}:Own(color='blue')"
+@pytest.mark.parametrize(
+    ("breaks", "told"), [("", None), ("log", "ConnectionError: gone away"), ("finish", "SystemExit")]
+)
+def test_a_tracker_of_ones_own(
+    breaks: str, told: str | None, tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run outlives it."""
     settings = {"train__steps": 2, "log__every_steps": 1, "data__eval_fraction": 0.0}
     Own.seen.clear()
+    name = f"{__name__}:Own(breaks={breaks!r})"
     train(configured(tmp_path / "group" / "run", corpus, log__trackers=name, **settings))
-    begun, *logged, ended = Own.seen
-    assert begun == ("group", "blue") and ended == ("finish",)
-    assert [(kind, step) for kind, step, loss in logged if loss is not None] == [("log", 1), ("log", 2)]
-
-
-class Broken(Own):
-    """Its server goes away."""
-
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.seen.append(("log", step))
-        raise ConnectionError("gone\naway")
-
-    def finish(self) -> None:
-        raise SystemExit(3)
-
-
-class Unfinished(Own):
-    finish = Broken.finish
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_a_run_outlives_its_trackers(tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Own.seen.clear()
-    names = [f"{__name__}:Broken", f"{__name__}:Unfinished"]
-    settings = {"train__steps": 2, "log__every_steps": 1, "data__eval_fraction": 0.0}
-    train(configured(tmp_path / "run", corpus, log__trackers=names, **settings))
-    assert (tmp_path / "run" / "final").is_dir()
-    assert [step for kind, step, *_ in Own.seen if kind == "log"] == [1, 1, 2]
+    steps = [("log", 1)] if breaks == "log" else [("log", 1), ("log", 2)]
+    assert [one for one in Own.seen if one != ("finish",)] == [("group", breaks), *steps]
+    assert breaks == "log" or Own.seen[-1] == ("finish",)
     warnings = [line for line in caplog.messages if line.startswith("warning: log.trackers")]
-    assert len(warnings) == 2 and "ConnectionError: gone away" in warnings[0] and "SystemExit" in warnings[1]
+    assert len(warnings) == bool(told) and all(str(told) in line for line in warnings)
+    assert (tmp_path / "group" / "run" / "final").is_dir()
+
+
+# -- traces ----------------------------------------------------------------------------------------------
+
+
+def profiled(folder: Path, corpus: Path) -> int:
+    return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=3), profile=True)
+
+
+def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    assert ranks.run(2, profiled, tmp_path / "run", corpus) == 0
+    for rank in range(2):
+        with gzip.open(tmp_path / "run" / "profile" / f"rank{rank}.json.gz") as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        assert len({name for name in names if str(name).startswith("ProfilerStep")}) == RECORDED
+        assert any("all_gather" in str(name) for name in names)
+        assert "aten::mm" in names
+
+
+# -- the terminal and the log ----------------------------------------------------------------------------
+
+
+OF_A_LIBRARY = logging.getLogger("some_library")
+
+
+class Noisy:
+    """Warns as libraries do, in the middle of the steps."""
+
+    def on_step(self, run: Run) -> None:
+        if run.step == 2:
+            warnings.warn("it is deprecated", UserWarning, stacklevel=1)
+            OF_A_LIBRARY.warning("it is slow")
+            logging.getLogger("without.a.handler").warning("it is odd")
+            OF_A_LIBRARY.error("it is broken")
+
+
+@pytest.fixture(autouse=True)
+def loud() -> Iterator[None]:
+    yield
+    be_quiet(False)
+
+
+def noisy(folder: Path, corpus: Path, **settings: Any) -> Any:
+    return configured(
+        folder, corpus, train__steps=3, log__every_steps=1, train__callbacks=f"{__name__}:Noisy", **settings
+    )
+
+
+def test_warnings_of_libraries_go_into_the_log(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shows, prints = warnings.showwarning, logging.StreamHandler()  # a library that prints its noisy log
+    OF_A_LIBRARY.addHandler(prints)
+    train(noisy(tmp_path / "run", corpus))
+    OF_A_LIBRARY.warning("after the run")  # all is as it was
+    OF_A_LIBRARY.removeHandler(prints)
+    assert warnings.showwarning is shows
+    before, shown, _ = capsys.readouterr().err.partition("after the run")
+    assert shown
+    assert [told for told in ("it is deprecated", "it is slow", "it is odd") if told in before] == []
+    assert before.count("it is broken") == 1  # an error is shown as well
+    assert f"{tmp_path / 'run' / 'log.txt'}, with 4 warnings of libraries" in before
+    log = (tmp_path / "run" / "log.txt").read_text()
+    for line in ("some_library: it is slow", "without.a.handler: it is odd", "step 3/3  loss "):
+        assert log.count(line) == 1
+    assert log.count("it is deprecated") == 2  # and the line of code
+    assert log.count("ERROR some_library: it is broken") == 1
+    assert "after the run" not in log
+
+
+def test_a_refused_run_shows_what_libraries_warned_of(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object) -> None:
+        warnings.warn("this is why", UserWarning, stacklevel=1)
+        raise UserError("refused")
+
+    monkeypatch.setattr("portable.run.rank.prepare", refused)
+    with pytest.raises(UserError, match="refused"):
+        train(noisy(tmp_path / "run", corpus))
+    assert "this is why" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_quiet_prints_warnings_only_and_the_log_has_all(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # where bars would be drawn
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("NO_COLOR", "1")
+    broken = tmp_path / "run" / "checkpoints" / "step-000009"
+    broken.mkdir(parents=True)
+    train(noisy(tmp_path / "run", corpus, log__quiet=True))
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert lines and all(line.startswith("warning: ") or line == "it is broken" for line in lines), lines
+    assert not shown.out
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "step 3/3" in log and "starting" in log and f"WARNING portable: warning: {broken}" in log
+
+
+def test_attempts_to_reach_the_hub_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the real client, at an address where nobody listens."""
+    from huggingface_hub.utils import http_backoff
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    with pytest.raises(Exception, match="refused"):
+        http_backoff("HEAD", "http://127.0.0.1:9/config.json", max_retries=3)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["warning: 127.0.0.1:9 does not answer; trying again, for up to half a minute a file"]

@@ -1,15 +1,17 @@
-"""Data and models from code of the user's."""
+"""Data and models from code of the user's, and code that reads parameters of which a rank has a part."""
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
@@ -17,12 +19,17 @@ from portable import UserError, train
 from portable.api import with_objects
 from portable.backend import Batch
 from portable.config import RunConfig
+from portable.model import build as models
 from portable.model.build import build_model, model_config
 from portable.model.initialize import InitialWeights
 from portable.model.training_loss import Outputs
+from portable.reporting.metrics import read_metrics
+from portable.run.callbacks import Run
+from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines
 from tests.parity import opened, take_steps
 from tests.portable.data_support import source
+from tests.ranks import RankPool
 from tests.runs import SENTENCE, configured
 
 HERE = __name__
@@ -35,16 +42,20 @@ def records(count: int = 40) -> Iterator[dict[str, Any]]:
         yield {"text": f"{number}: {SENTENCE[number % 9 :]}"}
 
 
-def nothing() -> None: ...
-
-
 def failing() -> Iterator[dict[str, Any]]:
     yield {"text": "one"}
     raise ValueError("no\nmore")
 
 
+def nothing() -> None: ...
+
+
 def of_tensors() -> list[dict[str, Any]]:
     return [{"text": "one", "more": torch.ones(1)}]
+
+
+def no_model(model: Any) -> Any:
+    return "model"
 
 
 @pytest.mark.parametrize(
@@ -53,17 +64,27 @@ def of_tensors() -> list[dict[str, Any]]:
         ("data.source", "nothing", "gives a NoneType, not an iterable of records"),
         ("data.source", "failing", "fails (ValueError: no more; test_user_code.py, line"),
         ("data.source", "of_tensors", "record 1 is not of plain values"),
+        ("data.source", "Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
+        (
+            "data.source",
+            "Rows(wrong='shape')",
+            "labels of sample 30 is int64 [31], and that of the first one",
+        ),
+        ("data.source", "Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
+        ("data.source", "NoLength", "has no len() and no sample by number"),
+        ("data.source", "NoFingerprint", "has no fingerprint; give it a text that tells its content"),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
 )
-def test_what_gives_no_records_or_no_model_is_refused_in_a_line(
-    key: str, name: str, told: str, tmp_path: Path, corpus: Path
+def test_what_gives_no_data_or_no_model_is_refused_in_a_line(
+    key: str, name: str, told: str, finished: dict[str, Any], tmp_path: Path, corpus: Path
 ) -> None:
-    config = configured(tmp_path / "run", corpus, **{key.replace(".", "__"): f"{HERE}:{name}"})
+    settings = finished if name[0].isupper() else {}
+    given = {**settings, key.replace(".", "__"): f"{HERE}:{name}", "train__steps": 30}
     with pytest.raises(UserError) as caught:
-        train(config)
+        train(configured(tmp_path / "run", corpus, **given))
     assert str(caught.value).startswith(f"{key}: ") and told in str(caught.value)
-    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+    assert "\n" not in str(caught.value) and ("wrong" in name or not (tmp_path / "run").exists())
 
 
 def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
@@ -165,27 +186,6 @@ def test_finished_samples(name: str, finished: Any, corpus: Path, tmp_path: Path
     assert found == pytest.approx(truth, rel=1e-5) and truth[-1] < truth[0]
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
-        ("Rows(wrong='shape')", "labels of sample 30 is int64 [31], and that of the first one int64 [32]"),
-        ("Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
-        ("NoLength", "has no len() and no sample by number"),
-        ("NoFingerprint", "has no fingerprint; give it a text that tells its content"),
-    ],
-)
-def test_finished_samples_that_cannot_be_used(
-    source: str, told: str, finished: Any, corpus: Path, tmp_path: Path
-) -> None:
-    config = configured(
-        tmp_path / "run", corpus, **{**finished, "data__source": f"{HERE}:{source}"}, train__steps=30
-    )
-    with pytest.raises(UserError) as caught:
-        train(config)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
 # -- models ------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +209,6 @@ def with_value(model: Any) -> Any:
 
 def more_layers(model: Any) -> None:
     model.gate = nn.Linear(4, 3)
-
-
-def no_model(model: Any) -> Any:
-    return "model"
 
 
 class Valued:
@@ -262,3 +258,111 @@ def test_what_is_added_is_initialized_as_transformers_does_the_rest(tmp_path: Pa
     for name, value in initial(build_model(model_config(plain.model), plain.model), None).items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=0)
     assert set(parts) == set(whole) and "gate.weight" in parts
+
+
+# -- parameters in parts ---------------------------------------------------------------------------------
+
+
+_models: list[nn.Module] = []
+
+
+def remembered(model: Any) -> None:
+    model.register_forward_pre_hook(lambda module, _: _models.append(module))
+
+
+class Decayed:
+    """Takes a parameter into the loss, past the forward pass."""
+
+    needs = ("log_probs",)
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any:
+        model: Any = _models[-1]
+        assert outputs.log_probs is not None
+        valid = (batch["labels"] != -100).sum()
+        weight = model.model.layers[0].mlp.up_proj.weight
+        return weight.square().sum() * valid - outputs.log_probs.sum(), valid
+
+
+class Norm:
+    """Logs the norm of a parameter; ``gathered``: of all ranks' parts."""
+
+    def __init__(self, gathered: bool) -> None:
+        self.gathered = gathered
+
+    def on_log(self, run: Run, values: Any) -> None:
+        parameter: Any = next(run.model.parameters())
+        if not self.gathered:
+            run.log({"norm": float(parameter.detach().norm())})
+        elif isinstance(parameter, DTensor):
+            run.log({"norm": parameter.full_tensor().detach().norm()})
+        else:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                run.log({"norm": float(parameter.detach().norm())})
+
+
+@pytest.fixture
+def own(corpus: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Settings of a run in which small parameters are sharded like large ones."""
+    pytest.importorskip("deepspeed")
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    common: dict[str, Any] = {"train__steps": 2, "log__every_steps": 1, "train__micro_batch_size": 1}
+    common |= {"checkpoint__export": False, "log__sample_tokens": 0}
+
+    def of(strategy: str, **more: Any) -> RunConfig:
+        config = {"deepspeed__config": str(path)} if strategy == "zero3" else {}
+        return configured(tmp_path / strategy, corpus, **common, **config, **more, strategy=strategy)
+
+    return of
+
+
+def trained(config: RunConfig) -> str:
+    try:
+        run_rank(config.backend, config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+WHERE = "reads a parameter outside of the model's forward pass, where a rank has a part of it; "
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero3"])
+def test_a_loss_that_reads_parameters_is_refused(strategy: str, own: Any, ranks: RankPool) -> None:
+    config = own(strategy, model__function=f"{HERE}:remembered", train__loss=f"{HERE}:Decayed")
+    remedy = "compute it in the forward pass (model.function), or use strategy no_shard"
+    assert ranks.run(2, trained, config) == f"train.loss: {HERE}:Decayed: {WHERE}{remedy}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remedy"),
+    [
+        ("full_shard", "call full_tensor() first, on all ranks"),
+        ("zero3", "read it within deepspeed.zero.GatheredParameters, on all ranks"),
+    ],
+)
+def test_a_callback_reads_whole_parameters(
+    strategy: str, remedy: str, own: Any, tmp_path: Path, ranks: RankPool
+) -> None:
+    part, whole = (f"{HERE}:Norm(gathered={gathered})" for gathered in (False, True))
+    refused = f"train.callbacks: {part}: on_log: {WHERE}{remedy}"
+    assert ranks.run(2, trained, own(strategy, train__callbacks=part)) == refused
+    assert trained(own("no_shard", train__callbacks=part)) == ""
+    assert ranks.run(2, trained, own(strategy, train__callbacks=whole)) == ""
+    found, truth = (
+        [row["norm"] for row in read_metrics(tmp_path / name) if "norm" in row]
+        for name in (strategy, "no_shard")
+    )
+    assert found == pytest.approx(truth, rel=1e-5) and len(found) == 2
+
+
+def with_scalar(model: Any) -> None:
+    model.gain = nn.Parameter(torch.ones(()))
+
+
+def test_a_scalar_parameter_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, corpus, model__function=f"{HERE}:with_scalar")
+    with pytest.raises(UserError, match=r"with_scalar: the parameter gain is a scalar, .* torch\.ones\(1\)"):
+        models.training_model(models.model_config(config.model), config)

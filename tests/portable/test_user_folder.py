@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,46 +75,36 @@ def test_a_new_process_finds_what_this_one_does(folder: Path) -> None:
     assert done.stdout.startswith("['a b']")
 
 
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Write a plug-in in the current folder, which has a ``gpu.py`` and a package ``configs``, too."""
+@pytest.mark.parametrize(
+    ("setting", "text", "hidden"),
+    [
+        ("plugged:loss", "from configs import VALUE\ndef loss(): return VALUE\n", False),
+        ("gpu:kernel", "", True),
+        ("plugged:loss", "from gpu import kernel\ndef loss(): pass\n", True),
+        ("plugged:loss", "import gpu\nloss = gpu.kernel\n", True),
+    ],
+)
+def test_a_plug_in_has_its_own_configs_and_what_ours_hides_is_named(
+    setting: str, text: str, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a current folder with a ``gpu.py`` and a package ``configs``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("configs").mkdir()
     Path("configs/__init__.py").write_text("VALUE = 7\n")
     Path("gpu.py").write_text("def kernel(): pass\n")
+    Path("plugged.py").write_text(text)
     for name in ("plugged", "configs"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    return lambda text: void(Path("plugged.py").write_text(text))
-
-
-def void(_: object) -> None:
-    """No value."""
-
-
-def test_a_plug_in_has_its_own_configs(mine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mine("from configs import VALUE\ndef loss(): return VALUE\n")
-    assert plugins.load("train.loss", "plugged:loss")() == 7
-    monkeypatch.delitem(sys.modules, "configs")
-
-
-@pytest.mark.parametrize(
-    ("setting", "text"),
-    [
-        ("gpu:kernel", ""),
-        ("plugged:loss", "from gpu import kernel\ndef loss(): pass\n"),
-        ("plugged:loss", "import gpu\nloss = gpu.kernel\n"),
-    ],
-)
-def test_a_plug_in_that_ours_hides_is_named(
-    mine: Callable[[str], None], tmp_path: Path, setting: str, text: str
-) -> None:
-    mine(text)
-    with pytest.raises(UserError) as refused:
-        plugins.load("train.loss", setting)
-    remedy = f"gpu is a package of portable-trainer, which hides {tmp_path / 'gpu.py'}; rename yours"
-    assert str(refused.value).startswith(f"train.loss: {setting}: ")
-    assert str(refused.value).endswith(remedy)
+    if hidden:
+        with pytest.raises(UserError) as refused:
+            plugins.load("train.loss", setting)
+        remedy = f"gpu is a package of portable-trainer, which hides {tmp_path / 'gpu.py'}; rename yours"
+        assert str(refused.value).startswith(f"train.loss: {setting}: ")
+        assert str(refused.value).endswith(remedy)
+    else:
+        assert plugins.load("train.loss", setting)() == 7
+        monkeypatch.delitem(sys.modules, "configs")
 
 
 def test_what_is_installed_claims_no_other_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from portable.evaluation.metrics import evaluate
 from portable.model.loss import add_noise
 from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
-from tests.engines import Engines
+from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
@@ -109,29 +110,29 @@ def plain_by_column(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
 LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
     "focal": ({"train__loss": f"{HERE}:Focal(gamma=2.0)"}, plain_focal),
     "squared": ({"train__loss": f"{HERE}:squared", "train__learning_rate": 1e-3}, plain_squared),
-    "column": (
-        {"train__loss": f"{HERE}:by_column", "data__columns": ["share", "group"], "data__source": "columns"},
-        plain_by_column,
-    ),
+    "column": ({"train__loss": f"{HERE}:by_column", "data__columns": ["share", "group"]}, plain_by_column),
     "smooth": ({"train__label_smoothing": 0.2, "train__z_loss": 0.01}, plain_variant),
 }
-ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "no_shard": ("no_shard", 2, {"strategy": "no_shard"}),
-    "full_shard": ("full_shard", 3, {"strategy": "full_shard"}),
-    "chunks": ("full_shard", 2, {"strategy": "full_shard", "memory__loss_chunk_tokens": 7}),
-    "zero2": ("zero2", 2, {"strategy": "zero2"}),
-    "zero3": ("zero3", 3, {"strategy": "zero3"}),
-    "xla": ("xla", 2, {"backend": "xla"}),
-}
-CASES = [*(("focal", name) for name in ENGINES), ("squared", "chunks"), ("column", "chunks")]
-CASES += [("smooth", "chunks"), ("smooth", "xla")]
+CHUNKS = {"memory__loss_chunk_tokens": 7}
+CASES: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("focal", "no_shard", 2, {}),
+    ("focal", "full_shard", 3, {}),
+    ("focal", "full_shard", 2, CHUNKS),
+    ("focal", "zero2", 2, {}),
+    ("focal", "zero3", 3, {}),
+    ("focal", "xla", 2, {}),
+    ("squared", "full_shard", 2, CHUNKS),
+    ("column", "full_shard", 2, CHUNKS),
+    ("smooth", "full_shard", 2, CHUNKS),
+    ("smooth", "xla", 2, {}),
+]
 
 
 @pytest.fixture(scope="module")
 def kind(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The settings of a loss, and what a plain loop with it comes to."""
     settings, criterion = LOSSES[request.param]
-    if "data__source" in settings:
+    if "data__columns" in settings:
         rows = [json.loads(line) for line in corpus.read_text().splitlines()]
         rows = [{**row, "share": 0.5 + (i % 3) / 2, "group": i % 4} for i, row in enumerate(rows)]
         settings = {**settings, "data__source": str(write_jsonl(corpus.parent / "columns.jsonl", rows))}
@@ -154,14 +155,13 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
         return found, objective.named(backend.read([numbers])), evaluated
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES, indirect=["kind"])
+@pytest.mark.parametrize(("kind", "name", "size", "own"), CASES, indirect=["kind"])
 def test_equals_a_plain_loop(
-    name: str, kind: Any, engines: Engines, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
+    kind: Any, name: str, size: int, own: dict[str, Any], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     settings, truth = kind
-    engine, size, own = ENGINES[name]
-    config = configured(tmp_path, corpus, **{**PADDED, **settings, **own})
-    found, numbers, evaluated = engines.run(engine, size, seen, config)
+    config = configured(tmp_path, corpus, **{**PADDED, **settings, **ENGINES[name].settings, **own})
+    found, numbers, evaluated = engines.run(name, size, seen, config)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in truth], rel=1e-5)
     record([loss for loss, _ in found], [loss for loss, _ in truth], 1e-5)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in truth], rel=1e-4)
@@ -170,38 +170,10 @@ def test_equals_a_plain_loop(
         assert "perplexity" not in evaluated and evaluated["loss"] == pytest.approx(found[-1][0], rel=0.3)
     else:  # the loss of an evaluation stays the plain one
         assert numbers["cross_entropy"] < found[-1][0]
-        assert evaluated["perplexity"] == pytest.approx(
-            torch.tensor(evaluated["loss"]).exp().item(), rel=1e-5
-        )
+        assert evaluated["perplexity"] == pytest.approx(math.exp(evaluated["loss"]), rel=1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
-
-
-def mean(outputs: Outputs, batch: Batch) -> Any:
-    valid = batch["labels"] != IGNORED
-    assert outputs.logits is not None
-    return outputs.logits.float()[valid].square().mean(), valid.sum()
-
-
-def alone(outputs: Outputs, batch: Batch) -> Any:
-    assert outputs.logits is not None
-    return outputs.logits.sum()
-
-
-def per_row(outputs: Outputs, batch: Batch) -> Any:
-    assert outputs.logits is not None
-    return outputs.logits.sum(dim=(1, 2)), 1.0
-
-
-def failing(outputs: Outputs, batch: Batch) -> Any:
-    raise KeyError("no such\ncolumn")
-
-
-class Needy:
-    needs = ("log_probs", "hidden")
-
-    def __call__(self, outputs: Outputs, batch: Batch) -> Any: ...
 
 
 class Odd:
@@ -210,26 +182,44 @@ class Odd:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
+    @property
+    def needs(self) -> Any:
+        return ("log_probs", "hidden") if self.kind == "needy" else "logits"
+
     def weight(self, batch: Batch) -> float:
         rows = {"negative": -1.0, "of rows": float(len(batch["labels"]))}
         return rows.get(self.kind, float((batch["labels"] != IGNORED).sum()))
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Any:
         assert outputs.logits is not None
-        valid, total = (batch["labels"] != IGNORED).sum(), outputs.logits.float().square().sum()
+        valid, squares = batch["labels"] != IGNORED, outputs.logits.float().square()
+        total, weight = squares.sum(), valid.sum()
         match self.kind:
+            case "fails":
+                raise KeyError("no such\ncolumn")
+            case "alone":
+                return total
+            case "mean":
+                return squares[valid].mean(), weight
+            case "per row":
+                return squares.sum(dim=(1, 2)), weight
             case "detached":
-                return total.detach(), valid
+                return total.detach(), weight
             case "a float":
-                return float(total), valid
+                return float(total), weight
             case "in place":
                 batch["labels"].fill_(0)
             case "a logged text":
-                return total, valid, {"x": "text"}
-        return total, valid
+                return total, weight, {"x": "text"}
+        return total, weight
 
 
 ODD = {
+    "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*must be a sum",
+    "alone": r"returns a tensor; return the sum and the weight, as in return",
+    "per row": r"the sum has shape \[2\], but is one number",
+    "fails": r"fails \(KeyError: 'no such.*column'; test_user_loss.py, line \d+\)",
+    "needy": r"its attribute needs is \('log_probs', 'hidden'\); set it to 'logits', or",
     "detached": "the sum has no gradient",
     "a float": "the sum is a float, not a tensor",
     "in place": r"changes batch\['labels'\] in place; change a copy",
@@ -242,12 +232,7 @@ ODD = {
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("mean", r"mean: is \S+ for a micro-batch and \S+ for its two halves together; .*must be a sum"),
-        ("alone", r"alone: returns a tensor; return the sum and the weight, as in return"),
-        ("per_row", r"per_row: the sum has shape \[2\], but is one number"),
-        ("failing", r"failing: fails \(KeyError: 'no such.*column'; test_user_loss.py, line \d+\)"),
-        ("Needy", r"Needy: its attribute needs is \('log_probs', 'hidden'\); set it to 'logits', or"),
-        *((f"Odd(kind={kind!r})", told) for kind, told in ODD.items()),
+        *((f"Odd(kind={kind!r})", rf"Odd.*: .*{told}") for kind, told in ODD.items()),
         ("focl", r"has no focl; did you mean Focal"),
         ("Focal(1)", r"give arguments by name"),
     ],
@@ -267,10 +252,10 @@ def test_a_mean_is_found_where_halves_cannot_be_compared(
     name: str, micro: int, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     """A micro-batch of one row has none, and on XLA a look at them would compile another graph."""
-    given = {**PADDED, **ENGINES[name][2], "train__micro_batch_size": micro}
-    config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:mean")
-    with pytest.raises(AssertionError, match=r"mean: is \S+ for a micro-batch .* must be a sum over rows"):
-        engines.run(name, ENGINES[name][1], seen, config)
+    given = {**PADDED, **ENGINES[name].settings, "train__micro_batch_size": micro}
+    config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:Odd(kind='mean')")
+    with pytest.raises(AssertionError, match=r": is \S+ for a micro-batch .* must be a sum over rows"):
+        engines.run(name, 2, seen, config)
 
 
 @pytest.mark.parametrize(

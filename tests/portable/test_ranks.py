@@ -1,0 +1,212 @@
+"""What a rank knows of itself and of its host, and what it leaves; whole ranks are in ``test_launch.py``."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from portable import temporary_folder
+from portable.errors import UserError
+from portable.ranks.oom_kills import killed_since, oom_kills
+from portable.ranks.slurm import first_host, rank_variables
+from portable.temporary_folder import lasting_folder, scratch_folder, temporary_files_in
+
+STANDS_STILL = """
+import sys, time
+from pathlib import Path
+from portable.ranks import watchdog
+
+watchdog.GRACE = 0.1
+def a_step_that_never_ends():
+    time.sleep(60)
+
+dog = watchdog.Watchdog(rank=3, seconds=1.5, folder=Path(sys.argv[1]), report=print)
+with dog:
+    for batch in dog.over(range(8)):
+        time.sleep(2 if batch == 0 else 0)  # the first may take longer
+        if batch == 2:
+            with dog.paused():
+                time.sleep(2)
+        if batch == 5:
+            print("standing still", flush=True)
+            a_step_that_never_ends()
+"""
+
+
+def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STANDS_STILL, str(tmp_path / "hang")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert ended.returncode == 1
+    first, line = ended.stdout.splitlines()
+    assert first == "standing still"
+    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:8\)", line)
+    stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
+    assert "line 8 in a_step_that_never_ends" in stacks
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_kills_for_memory_are_counted_on_every_level(tmp_path: Path) -> None:
+    """By both versions of cgroups, in files laid out like the kernel's own; nothing is said without them."""
+    put(tmp_path / "proc/vmstat", "nr_free_pages 7\n")
+    assert oom_kills(tmp_path) == {} and killed_since({}, {}) is None
+    put(tmp_path / "proc/vmstat", "nr_free_pages 7\noom_kill 4\n")
+    put(tmp_path / "proc/self/cgroup", "4:cpu,memory:/batch/job1\n1:name=systemd:/x\n0::/batch/job1\n")
+    put(tmp_path / "sys/fs/cgroup/memory/batch/job1/memory.oom_control", "under_oom 0\noom_kill 2\n")
+    put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 3\noom_kill 3\n")
+    before = oom_kills(tmp_path)
+    assert sorted(before.values()) == [2, 3, 4]
+    assert killed_since(before, oom_kills(tmp_path)) is False
+    put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 4\noom_kill 4\n")
+    assert killed_since(before, oom_kills(tmp_path)) is True
+
+
+# -- variables of srun, as its documentation and its source name them; real ones: tests/gpu/test_nodes.py ---
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[007-008,12]",
+    "SLURM_PROCID": "9",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_a_task_of_srun_is_a_rank() -> None:
+    variables = rank_variables(STEP)
+    port = int(variables.pop("MASTER_PORT"))
+    assert variables == {
+        "RANK": "9",
+        "WORLD_SIZE": "11",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu007",
+    }
+    assert 20_000 <= port < 32_000
+    other = rank_variables({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
+    assert other["LOCAL_WORLD_SIZE"] == "4"
+    assert (other["MASTER_ADDR"], other["MASTER_PORT"]) == ("gpu007", str(port))
+    assert rank_variables({**STEP, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
+    given = rank_variables({**STEP, "MASTER_ADDR": "ib0.head", "MASTER_PORT": "29500"})
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("ib0.head", "29500")
+    assert first_host("rack[2,5]n[10-12].example.org,x") == "rack2n10.example.org"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun under srun
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # one task, which starts the ranks of its node
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # the script of a batch job
+    ],
+    ids=["no SLURM", "torchrun", "one task", "batch script"],
+)
+def test_other_processes_are_left_alone(environment: dict[str, str]) -> None:
+    assert rank_variables(environment) == {}
+
+
+@pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])
+def test_unreadable_variables_are_refused(damage: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="srun: its variables do not define this task's rank"):
+        rank_variables({**STEP, **damage})
+
+
+# -- temporary files -------------------------------------------------------------------------------------
+
+
+KILLED = """
+import os, signal
+from portable.temporary_folder import scratch_folder
+with scratch_folder("kind") as folder:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "file").touch()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's folder for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_what_a_killed_process_left_is_removed(temporary: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = temporary.iterdir()
+    assert str(left) == killed.stdout.strip()
+    with scratch_folder("other"):
+        assert left.exists()
+    with scratch_folder("kind") as folder:
+        assert [*temporary.iterdir()] == [folder]
+        (folder / "file").touch()
+    assert [*temporary.iterdir()] == []
+
+
+def test_what_is_in_use_no_folder_or_anothers_stays(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (temporary / "kind-link").symlink_to(kept)
+    (temporary / "kind-file").touch()
+    with scratch_folder("kind") as one, scratch_folder("kind") as other:
+        assert one != other
+        assert one.exists()
+        assert other.exists()
+    assert kept.exists()
+    assert sorted(path.name for path in temporary.iterdir()) == ["kind-file", "kind-link"]
+    (temporary / "kind-theirs").mkdir()
+    theirs = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: theirs)
+    with scratch_folder("kind"):
+        assert (temporary / "kind-theirs").exists()
+
+
+CHILD = """
+import os, signal, tempfile
+from portable.temporary_folder import lasting_folder
+print(tempfile.mkdtemp(), lasting_folder(), os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_others_make_goes_with_the_launcher(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that libraries of a killed rank had made are within the one that the launcher removes."""
+    monkeypatch.setattr(temporary_folder, "_MAX_SOCKET_PATH", 1000)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = dict(os.environ)
+    with scratch_folder("kind") as folder:
+        with temporary_files_in(folder):
+            child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
+        made, kept, cache = child.stdout.split()
+        assert made.startswith(f"{folder}/")
+        assert kept == str(temporary) == str(lasting_folder())
+        assert cache.startswith(f"{temporary}/torchinductor_")
+    assert dict(os.environ) == before
+    assert [*temporary.iterdir()] == []
