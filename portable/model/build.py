@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,8 @@ _PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task
 def _check_keys(known: PretrainedConfig, given: Mapping[str, Any]) -> None:
     for key in given:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
-        if not (_has_setting(known, key) or _is_ignored(key, given[key]) or _is_generation_setting(key)):
+        exists = _has_setting(known, key) or _is_read(known, key)
+        if not (exists or _is_ignored(key, given[key]) or _is_generation_setting(key)):
             near = _nearest(key, known.to_dict())
             raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
 
@@ -184,6 +186,14 @@ def _has_setting(config: PretrainedConfig, key: str) -> bool:
         return hasattr(config, key)
     except Exception:  # reading a per-layer setting as one value raises
         return True
+
+
+def _is_read(config: PretrainedConfig, key: str) -> bool:
+    """Whether the model's code asks for a key that the config's class has no default for, as ``head_dim``."""
+    spec = find_spec(type(config).__module__.replace("configuration_", "modeling_"))
+    if spec is None or spec.origin is None:
+        return False
+    return f'getattr(config, "{key}"' in Path(spec.origin).read_text("utf-8")
 
 
 def _is_ignored(key: str, value: Any) -> bool:

@@ -286,6 +286,9 @@ def test_one_line_of_an_account_of_memory() -> None:
     )
     assert exhausted(newer) == "it takes 37.2 GiB of 15.8 GiB"
     assert refused("no\nmore", "") == "no"
+    assert refused("no kernel `ragged-dot-none`", "") == (
+        "no kernel `ragged-dot-none`; use model.experts batched_mm"
+    )
 
 
 def test_one_line_of_a_dead_compiler() -> None:

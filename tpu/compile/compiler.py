@@ -220,8 +220,12 @@ def exhausted(message: str) -> str:
     return ", ".join(parts) or one_line(message)
 
 
+_REMEDIES = {"ragged-dot": "model.experts batched_mm", "scaled_dot_product": "model.attention eager"}
+"""By the name of a kernel that some generations do not have (v5p, v4), what computes without it."""
+
+
 def refused(message: str, place: str) -> str:
-    """The first line of libtpu's reason, and which operation of the model it means.
+    """The first line of libtpu's reason, which operation of the model it means, and a remedy if one is known.
 
     Args:
         message: of libtpu.
@@ -229,7 +233,8 @@ def refused(message: str, place: str) -> str:
     """
     first = (message.strip().splitlines() or ["it gives no reason"])[0]
     where = _place(message) or (f" of {place}" if place else "")
-    return f"{one_line(first)[:300]}{where and f', in the operation{where}'}"
+    remedy = next((f"; use {setting}" for kernel, setting in _REMEDIES.items() if kernel in first), "")
+    return f"{one_line(first)[:300]}{where and f', in the operation{where}'}{remedy}"
 
 
 def _place(text: str) -> str:
