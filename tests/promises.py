@@ -29,10 +29,10 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m tests.promises` from tests/promises.toml and promises.json. Edit those. -->
 
-Each promise names the test that holds it. The last figure is the largest relative difference that the test
-saw on CPUs, and its bound; "exact" compares bit for bit, or is yes or no. `python -m tests.broken` breaks
-promises on purpose, one by one in a copy, and shows that a test notices. No TPU or cloud store has run
-the tests yet: [GPUs](machines.md), [TPU](tpu.md), [object stores](storage.md).
+The last figure is the largest relative difference that the test saw on CPUs, and its bound; "exact" compares
+bit for bit, or is yes or no. `python -m tests.broken` breaks promises on purpose, one by one in a copy, and
+shows that a test notices. No TPU or cloud store has run the tests yet: [GPUs](machines.md), [TPU](tpu.md),
+[object stores](storage.md).
 """
 
 _seen: dict[str, tuple[float, float]] = {}
