@@ -228,6 +228,13 @@ def test_the_way_that_experts_are_computed(name: str) -> None:
     assert mixtral.config._experts_implementation == name
 
 
+def test_a_setting_that_only_the_code_of_the_model_knows() -> None:
+    """Published configs of Qwen 3 with experts have it, and their class gives no default."""
+    config = {"model_type": "qwen3_moe", **MOE, "head_dim": 24}
+    projection = built(chosen(config=config)).get_submodule("model.layers.0.self_attn.q_proj")
+    assert projection.weight.shape[0] == 24 * MOE["num_attention_heads"]
+
+
 def test_lists_within_a_list_are_no_layers() -> None:
     """They are never called: nothing would gather what is in them."""
     layers = transformer_layers(built(chosen("masked-lm", config=tiny_config("funnel"))))

@@ -383,6 +383,10 @@ def test_a_lease_that_nobody_renews_is_taken_over(
         first.__exit__(None, None, None)
         second.check()  # whoever lost the lease does not remove it
         assert remote.names() == [LEASE_FILE]
+    first._taken_by = None  # as if it had stood still until now
+    with pytest.raises(RunError, match="which took over the lease and has ended"):
+        first.check()
+    assert not remote.names()
 
 
 def test_of_two_that_start_at_once_one_begins(
