@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from converters import Checkpoint, CheckpointError, OptimizerState, Tensor, open_checkpoint
 from converters.cli import main
 from converters.tensors.dtypes import FROM_TORCH
 
@@ -103,16 +103,18 @@ def assert_model(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) ->
         assert_same(checkpoint.tensors[checkpoint.aliases.get(name, name)], value)
 
 
-def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any], step: int | None = None) -> None:
-    """`reference` is `{"optim": {name: {state name: value}}, "groups": [...]}`.
+def assert_state(
+    checkpoint: Checkpoint, reference: Mapping[str, Mapping[str, Any]], step: int | None = None
+) -> OptimizerState:
+    """The optimizer's state, which is that of `reference`: `{name: {state name: value}}`.
 
     Args:
-        step: that of all parameters, where it is beside the state in `reference`, whose groups list none.
+        step: that of all parameters, where it is beside the state in `reference`.
     """
     state = checkpoint.optimizer
     assert state is not None
-    assert set(state.state) == set(reference["optim"])
-    for name, values in reference["optim"].items():
+    assert set(state.state) == set(reference)
+    for name, values in reference.items():
         expected = values if step is None else {"step": step, **values}
         assert set(state.state[name]) == set(expected)
         for what, value in expected.items():
@@ -122,6 +124,16 @@ def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any], step:
                 assert_same(ours, value)
             else:
                 assert (ours.read().item() if isinstance(ours, Tensor) else ours) == value
+    return state
+
+
+def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any], step: int | None = None) -> None:
+    """`reference` is `{"optim": {name: {state name: value}}, "groups": [...]}`.
+
+    Args:
+        step: that of all parameters, where it is beside the state in `reference`, whose groups list none.
+    """
+    state = assert_state(checkpoint, reference["optim"], step)
     if step is not None:
         assert sorted(name for group in state.param_groups for name in group["params"]) == sorted(state.state)
         if all(group.keys() == {"params"} for group in state.param_groups):  # DeepSpeed's elastic form
@@ -130,3 +142,16 @@ def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any], step:
         listed = {"params": ours_group["params"]} if step is not None else {}
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in theirs.items()}
         assert {**plain, **listed} == ours_group
+
+
+def live(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `assert_optimizer` compares with: the state of a live optimizer, by names of parameters."""
+    names: dict[Any, str] = {value: name for name, value in model.named_parameters()}
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [names[value] for value in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"optim": {names[value]: held for value, held in optimizer.state.items()}, "groups": groups}

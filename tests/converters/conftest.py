@@ -14,21 +14,25 @@ from tests.converters.samples import MAKERS, ORBAX
 def made(fixture: str) -> Any:
     """A folder of checkpoints that the fixture's maker fills once a run, with `<name>.ref.pt` beside each."""
 
-    def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if fixture in OF_DEEPSPEED:
             pytest.importorskip("deepspeed")
-        if fixture == "written_xla":
-            request.getfixturevalue("torch_xla")
         return written_by(MAKERS[fixture], tmp_path_factory)
 
     return pytest.fixture(folder, scope="session", name=fixture)
 
 
 OF_DEEPSPEED = {"deepspeed_written", "deepspeed_parallel", "deepspeed_nvme", "universal_loads", "adapters"}
-written, written_ranks, written_xla = made("written"), made("written_ranks"), made("written_xla")
+written, written_ranks = made("written"), made("written_ranks")
 deepspeed_written, deepspeed_parallel = made("deepspeed_written"), made("deepspeed_parallel")
 deepspeed_nvme, universal_loads = made("deepspeed_nvme"), made("universal_loads")
 adapters, written_megatron = made("adapters"), made("written_megatron")
+
+
+@pytest.fixture(scope="session")
+def written_xla(torch_xla: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
+    return written_by(MAKERS["written_xla"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

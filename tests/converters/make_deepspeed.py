@@ -227,19 +227,22 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "hpz-4", 3, "bf16", zero_optimization={"zero_hpz_partition_size": 2})
 
 
+def wrapped(stage: int) -> dict[str, Any]:
+    """A configuration as the Trainer and Accelerate take it."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
 def accelerate(rank: int, world: int, out: Path) -> None:
     start(rank, world)
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    plugin = DeepSpeedPlugin(
-        hf_ds_config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 1,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 3},
-            "zero_force_ds_cpu_optimizer": False,
-        }
-    )
+    plugin = DeepSpeedPlugin(hf_ds_config=wrapped(3))
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model = tiny_model("llama", tie_word_embeddings=True)
@@ -259,6 +262,36 @@ def prepare() -> None:
     for name in ("accelerate", "deepspeed.runtime.zero.muon.muon_optimizer"):
         import_module(name)
     assert deepspeed.ops.__compatible_ops__  # it asks for compilers
+
+
+class Bulky(Odd):
+    """DeepSpeed takes sub-groups of 1 MiB a rank and more to NVMe, and keeps the smaller ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bulk = nn.Linear(1, 600_001, bias=False)
+        self.more = nn.Linear(6, 100_003)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(tokens)
+        wide: torch.Tensor = self.bulk(self.narrow(hidden)).float().mean() + self.more(hidden).float().mean()
+        return wide + super().forward(tokens)
+
+
+def on_nvme(rank: int, world: int, out: Path) -> None:
+    start(rank, world)
+    swap = {"device": "nvme", "nvme_path": str(out / "nvme"), "buffer_count": 4, "pin_memory": False}
+    more: Any = {
+        "zero_optimization": {"offload_optimizer": swap, "sub_group_size": 650_000},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    train(out, "nvme-2", 3, "bf16", split=True, model=Bulky(), **more)
+
+
+def nvme(out: Path) -> None:
+    """A run with masters and moments in swap files, by C++ that takes minutes to compile."""
+    prepare()
+    launch(2, out, on_nvme)
 
 
 def universal(out: Path, name: str) -> None:

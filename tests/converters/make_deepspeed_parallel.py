@@ -18,24 +18,10 @@ from torch import nn
 
 from tests.converters.make_dcp import keep, launch
 from tests.converters.make_deepspeed import FP32_ACCUMULATION, config, deepspeed, gather, prepare, start
+from tests.converters.make_ranks import Layer
 from tests.tiny_models import tiny_model
 
 # -- pipeline stages -----------------------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    """One layer of a pipeline, with a buffer."""
-
-    def __init__(self, inner: int, frozen: bool = False) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, inner)
-        self.down = nn.Linear(inner, 6, bias=False)
-        self.down.requires_grad_(not frozen)
-        self.register_buffer("scale", torch.tensor([0.5, inner]))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = hidden + self.down(self.up(hidden).tanh())
-        return made
 
 
 def head(module: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:

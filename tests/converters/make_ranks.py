@@ -37,16 +37,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.converters.make_dcp import full, keep, launch, prepare, reference, stepped, trained
 
 
-class Block(nn.Module):
-    """One layer: a unit of its own under FSDP1."""
+class Layer(nn.Module):
+    """One layer, with a buffer: a unit of its own under FSDP1, and of a pipeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 8, frozen: bool = False) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6, bias=False)
+        self.up = nn.Linear(6, inner)
+        self.down = nn.Linear(inner, 6, bias=False)
+        self.down.requires_grad_(not frozen)
+        self.register_buffer("scale", torch.tensor([0.5, inner]))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.down(self.up(hidden).tanh())
+        made: torch.Tensor = hidden + self.down(self.up(hidden).tanh())
         return made
 
 
@@ -56,7 +58,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 6)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 7, bias=False)
         self.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
@@ -64,7 +66,7 @@ class Stack(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
         for layer in self.layers:
-            hidden = hidden + layer(hidden)
+            hidden = layer(hidden)
         loss: torch.Tensor = self.head(self.norm(hidden)).square().sum()
         return loss
 
@@ -146,7 +148,7 @@ def fsdp1(rank: int, world: int, out: Path) -> None:
     }
     for name, more in ways.items():
         torch.manual_seed(0)
-        policy = ModuleWrapPolicy({Block})
+        policy = ModuleWrapPolicy({Layer})
         model = Fsdp(Stack(), auto_wrap_policy=policy, device_id=torch.device("cpu"), **more)
         optimizer = stepped(model)
         sharded = (ShardedStateDictConfig(), ShardedOptimStateDictConfig())

@@ -37,21 +37,7 @@ from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_mode
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from tests.converters.make_dcp import in_forks, odd_buffers
-
-
-class Block(nn.Module):
-    """One layer: a norm, odd sizes, a buffer of its own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 13)
-        self.down = nn.Linear(13, width, bias=False)
-        self.register_buffer("seen", torch.tensor([1, -(1 << 62), width]))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = hidden + self.down(self.up(self.input_layernorm(hidden)))
-        return out
+from tests.converters.make_ranks import Layer
 
 
 class Odd(nn.Module):
@@ -60,7 +46,7 @@ class Odd(nn.Module):
     def __init__(self, *, scalar: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(29, 6)
-        self.layers = nn.ModuleList([Block(6), Block(6)])
+        self.layers = nn.ModuleList([Layer(13), Layer(13)])
         self.narrow = nn.Linear(6, 1)
         self.frozen = nn.Linear(5, 3)
         self.norm = nn.LayerNorm(6)

@@ -37,23 +37,24 @@ def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Pa
 
 
 def written_by(maker: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `main(folder)` of the module `tests.converters.<maker>` makes, one for all workers."""
+    """What `make` makes, one for all workers."""
     return once(maker, tmp_path_factory, partial(make, maker))
 
 
 def make(maker: str, out: Path) -> None:
-    """Call `main(out)` of the module `tests.converters.<maker>`."""
-    log = out.with_suffix(".log")
+    """Call `main(out)` of the module `tests.converters.<maker>`, or the function that `maker` names."""
+    log = out.with_name(f"{out.name}.log")
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
+    process = context.Process(target=write, args=(maker, out, log))
     process.start()
     process.join()
     assert process.exitcode == 0, log.read_text(errors="replace")[-20_000:]
 
 
-def write(module: str, out: Path, log: Path) -> None:
-    """Call the module's `main`; what it and its forks say goes to `log`."""
+def write(maker: str, out: Path, log: Path) -> None:
+    """What it and its forks say goes to `log`."""
+    module, _, function = maker.partition(".")
     with log.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        importlib.import_module(module).main(out)
+        getattr(importlib.import_module(f"tests.converters.{module}"), function or "main")(out)

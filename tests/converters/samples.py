@@ -19,7 +19,7 @@ Span = tuple[int, int]
 ORBAX = Path(__file__).parent / "orbax_samples"
 
 
-# The fixture of `conftest.py` -> the module that fills its folder.
+# The fixture of `conftest.py` -> the module whose `main`, or another function, fills its folder.
 MAKERS = {
     "written": "make_dcp",
     "written_ranks": "make_ranks",
@@ -27,7 +27,7 @@ MAKERS = {
     "deepspeed_written": "make_deepspeed",
     "deepspeed_parallel": "make_deepspeed_parallel",
     "written_megatron": "make_megatron",
-    "deepspeed_nvme": "make_nvme",
+    "deepspeed_nvme": "make_deepspeed.nvme",
     "universal_loads": "make_universal_loads",
     "adapters": "make_adapters",
 }

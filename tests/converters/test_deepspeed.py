@@ -6,11 +6,13 @@ import io
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, everything, load, refused, rewrite
@@ -39,9 +41,8 @@ def test_as_zero_to_fp32(deepspeed_written: Path, name: str, capsys: pytest.Capt
     assert set(checkpoint.tensors) | set(checkpoint.aliases) == set(theirs)
     for key, value in theirs.items():
         ours = checkpoint.tensors[checkpoint.aliases.get(key, key)].read().astype("float64")
-        assert ours.tobytes() == value.detach().double().numpy().tobytes(), (
-            key
-        )  # it casts buffers and frozen weights
+        # It casts buffers and frozen weights.
+        assert ours.tobytes() == value.detach().double().numpy().tobytes(), key
 
 
 def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
@@ -73,16 +74,9 @@ def test_paths(deepspeed_written: Path, tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def retype(data: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data.to(new) if data.dtype == old else data
-    if isinstance(data, dict):
-        return type(data)((key, retype(value, old, new)) for key, value in data.items())
-    return data
-
-
 def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
     """DeepSpeed refuses fp16 on CPU: a bf16 run's files, rewritten as an fp16 run names and types them."""
+    in_fp16 = partial(tree_map_only, torch.Tensor, lambda v: v.half() if v.dtype == torch.bfloat16 else v)
     for name in ("zero2-bf16-2", "zero3-bf16-3"):
         source, target = deepspeed_written / name / "global_step2", tmp_path / name
         target.mkdir()
@@ -96,10 +90,7 @@ def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
                 optimizer["single_partition_of_fp32_groups"] = [
                     group.bfloat16().half().float() for group in groups
                 ]
-            content["module"] = retype(content.get("module"), torch.bfloat16, torch.float16)
-            content["frozen_param_fragments"] = retype(
-                content.get("frozen_param_fragments"), torch.bfloat16, torch.float16
-            )
+            content |= {key: in_fp16(content.get(key)) for key in ("module", "frozen_param_fragments")}
             torch.save(content, target / path.name.removeprefix("bf16_"))
         checkpoint = open_checkpoint(target)
         assert checkpoint.tensors["fixed.weight"].dtype == "F16"

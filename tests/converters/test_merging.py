@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import tracemalloc
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.tiny_models import tiny_config, tiny_model
 
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft's, of which there are many
 
 ANY = "all-linear"
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -54,11 +54,9 @@ class Pair:
         self.kind = type(model)
         self.dtype = DTYPES[dtype]
         model.to(self.dtype).save_pretrained(self.base)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.trained = peft.get_peft_model(self.load(self.base), config).eval()
-            shake(self.trained)
-            self.trained.save_pretrained(self.adapter)
+        self.trained = peft.get_peft_model(self.load(self.base), config).eval()
+        shake(self.trained)
+        self.trained.save_pretrained(self.adapter)
 
     def load(self, folder: Path, dtype: torch.dtype | None = None) -> Any:
         return self.kind.from_pretrained(folder, dtype=dtype or self.dtype).eval()
@@ -73,10 +71,8 @@ class Pair:
 
     def truth(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """The state of peft's own merge."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            again = peft.PeftModel.from_pretrained(self.load(self.base, dtype), self.adapter)
-            state: dict[str, torch.Tensor] = again.merge_and_unload().state_dict()
+        again = peft.PeftModel.from_pretrained(self.load(self.base, dtype), self.adapter)
+        state: dict[str, torch.Tensor] = again.merge_and_unload().state_dict()
         return state
 
 
@@ -313,10 +309,8 @@ def test_any_adapter_is_merged_as_peft_loads_it(seed: int, tmp_path: Path) -> No
     shake(model)  # also the biases, which begin as zeros
     try:
         pair = Pair(tmp_path, model, config)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            reloaded = peft.PeftModel.from_pretrained(pair.load(pair.base), pair.adapter).eval()
-            reloaded(torch.arange(12)[None])
+        reloaded = peft.PeftModel.from_pretrained(pair.load(pair.base), pair.adapter).eval()
+        reloaded(torch.arange(12)[None])
     except (TypeError, ValueError, AttributeError) as error:
         pytest.skip(f"peft cannot: {error}")
     assert_same_logits(pair.merge(), reloaded)

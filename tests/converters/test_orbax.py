@@ -113,12 +113,8 @@ def test_any_folder_above_finds_it(path: str) -> None:
 
 # -- MaxText's models ----------------------------------------------------------------------------------------
 
-NORMS = {
-    "pre_self_attention_layer_norm.scale": ("E", "input_layernorm"),
-    "post_self_attention_layer_norm.scale": ("E", "post_attention_layernorm"),
-}
 LAYERS = 4
-NORMS = {
+NORMS: dict[str, dict[str, tuple[str, str]]] = {
     "llama": LLAMA_NORMS,
     "llama-3.1": LLAMA_NORMS,
     "mistral": LLAMA_NORMS,

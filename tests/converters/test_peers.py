@@ -16,7 +16,15 @@ from converters import CheckpointError, open_checkpoint
 from converters.cli import main
 from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
-from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits, load
+from tests.converters.compare import (
+    assert_model,
+    assert_optimizer,
+    assert_same,
+    assert_state,
+    bits,
+    live,
+    load,
+)
 from tests.ranks import RankPool
 from tests.tiny_models import tiny_model
 
@@ -64,10 +72,7 @@ def test_the_same_as_torch_and_accelerate_merge(peers: Path, tmp_path: Path, ver
     assert all(bits(ours[name]) == bits(theirs[name]) for name in ours)
     dcp_to_torch_save(step / "optimizer_0", tmp_path / "optimizer.pt")
     state = load(tmp_path / "optimizer.pt")["optimizer"]
-    assert checkpoint.optimizer is not None
-    for name, values in state["state"].items():
-        for what, value in values.items():
-            assert_same(checkpoint.optimizer.state[name][what], value)  # type: ignore[arg-type]
+    assert_state(checkpoint, state["state"])
     merge_fsdp_weights(str(step / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(bits(merged[name]) == bits(value) for name, value in ours.items() if name in merged)
@@ -108,17 +113,9 @@ def test_the_trainers_own_checkpoint(tmp_path: Path, kind: str) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.root == tmp_path / "checkpoint-2"
     assert checkpoint.metadata["step"] == 2
-    live = {name: value.detach() for name, value in model.named_parameters()}
-    for name, value in live.items():
-        assert_same(checkpoint.tensors[name], value)
-    optimizer = checkpoint.optimizer
-    assert optimizer is not None
-    steppers = trainer.optimizer.optimizer
-    assert set(optimizer.state) == set(live)
     for name, value in model.named_parameters():
-        for what, moment in steppers.state[value].items():
-            assert_same(optimizer.state[name][what], moment)  # type: ignore[arg-type]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert_same(checkpoint.tensors[name], value)
+    assert_optimizer(checkpoint, live(model, trainer.optimizer.optimizer))
     # Another architecture sorts its names all the same, but what they were before is not known.
     path = tmp_path / "checkpoint-2" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))

@@ -70,12 +70,9 @@ def test_reads_as_a_path_does(s3: ObjectStore, folder: RemotePath) -> None:
     assert folder.objects()["step-1/shard-0.bin"].size == 18 and len(folder.objects()) == 5
     for missing in (folder / "nope", step / "nope" / "deeper", RemotePath.of(s3.url("ru"))):
         assert not missing.exists() and not missing.is_file() and not missing.is_dir()
-        with pytest.raises(FileNotFoundError, match=r"s3://"):
-            missing.iterdir()
-        with pytest.raises(FileNotFoundError, match=r"s3://"):
-            missing.read_bytes()
-        with pytest.raises(FileNotFoundError, match=r"s3://"):
-            missing.stat()
+        for act in (missing.iterdir, missing.read_bytes, missing.stat):
+            with pytest.raises(FileNotFoundError, match=r"s3://"):
+                act()
 
 
 def test_looking_about_costs_one_listing_a_folder(s3: ObjectStore, folder: RemotePath) -> None:
@@ -194,12 +191,9 @@ def test_what_will_not_pass_is_tried_once(s3: ObjectStore, folder: RemotePath) -
     s3.forget()
     with pytest.raises(AccessDeniedError, match=r"run/x: access denied, these credentials may not read here"):
         (folder / "x").read_bytes()
-    with pytest.raises(AccessDeniedError, match="access denied"):
-        (folder / "x").write_bytes(b"")
-    with pytest.raises(AccessDeniedError, match="access denied"):
-        list(folder.iterdir())
-    with pytest.raises(AccessDeniedError, match="access denied"):
-        folder.exists()
+    for act in (lambda: (folder / "x").write_bytes(b""), lambda: list(folder.iterdir()), folder.exists):
+        with pytest.raises(AccessDeniedError, match="access denied"):
+            act()
     assert s3.count() == 4
 
 
