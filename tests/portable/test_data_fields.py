@@ -19,7 +19,7 @@ from tests.portable.data_support import Settings, replace, write_jsonl
 from tests.runs import TINY_MODEL
 
 WORDS = [f"w{number}" for number in range(40)]
-KINDS = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))
+KINDS = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))["pairs"]
 
 
 def tokenizer_of(folder: Path, kind: str) -> Any:
