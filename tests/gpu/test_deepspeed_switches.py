@@ -19,10 +19,10 @@ from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from portable.config import RunConfig
 from portable.errors import UserError
-from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero import zero_config
+from tests.parity import launched
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL
 
@@ -147,10 +147,6 @@ def test_files_on_each_node_alone_make_no_checkpoint(
         understood(with_json(tmp_path, corpus, 2, document))
 
 
-def train(config: RunConfig) -> int:
-    return run_rank("cpu", config)
-
-
 @pytest.mark.parametrize("gather", [True, False])
 def test_the_final_model_is_whole(gather: bool, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """With node-local files on one node besides, where they lie as they would without."""
@@ -159,7 +155,7 @@ def test_the_final_model_is_whole(gather: bool, tmp_path: Path, corpus: Path, ra
     settings: dict[str, Any] = {"precision": "bf16", "train__steps": 3, "log__sample_tokens": 0}
     for stop in (2, None) if gather else (None,):
         config = with_json(tmp_path, corpus, 3, document, train__stop_after=stop, **settings)
-        assert ranks.run(2, train, config) == 0
+        assert ranks.run(2, launched, config) == 0
     _, notices = understood(config)
     assert (name in notices) is gather
     weights = load_file(tmp_path / "final" / "model.safetensors")

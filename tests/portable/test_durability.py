@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,13 +130,6 @@ def test_a_conversion_is_synced(
     assert str(tmp_path) in synced
 
 
-class _Alone:
-    """A backend of one rank, as far as checkpoint folders go."""
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-
 class _Written:
     """Shards on their way until ``go`` is set, which cannot be written where there is a ``failure``."""
 
@@ -161,7 +155,7 @@ def begin(checkpoints: Checkpoints[Path], step: int, written: _Written) -> None:
             (folder / f"shard-{number}").write_bytes(b"x" * 1000)
         return written
 
-    checkpoints.begin(_Alone(), state, shards, lambda folder: None)  # type: ignore[arg-type]
+    checkpoints.begin(Mock(), state, shards, lambda folder: None)
 
 
 def save(checkpoints: Checkpoints[Path], step: int) -> None:
