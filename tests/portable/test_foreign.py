@@ -33,7 +33,7 @@ from tests.converters.making import once
 from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
-from tests.portable.test_beside_trainer import Given, Ordered
+from tests.portable.test_beside_trainer import Ordered
 from tests.portable.test_command_line import refusal
 from tests.promises import record
 from tests.runs import configured, flags, tiny
@@ -178,7 +178,7 @@ def test_goes_on_as_the_trainer_itself_does(trainer: Path, corpus: Path, tmp_pat
     arguments.per_device_train_batch_size = BATCH
     samples = taken[: STEPS * BATCH] + taken  # as many as stand before the checkpoint come first
     order = list(range(len(samples)))
-    peer: Any = Ordered(orders=[order], model=llama(), args=arguments, train_dataset=Given(samples))
+    peer: Any = Ordered(orders=[order], model=llama(), args=arguments, train_dataset=samples)
     peer.model_accepts_loss_kwargs = False  # or it divides by the labels that it would have shifted itself
     peer.train(resume_from_checkpoint=str(trainer / f"checkpoint-{STEPS}"))
     theirs = {row["step"]: row["loss"] for row in peer.state.log_history if "loss" in row}
