@@ -250,7 +250,7 @@ def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
     def evals(training: list[Any], labels: list[Any]) -> list[Any]:
         settings = Settings(
             source=written("train.jsonl", training),
-            eval={"source": written("eval.jsonl", labels)},
+            eval={"source": written("eval.jsonl", labels)},  # type: ignore[dict-item]
             cache_dir=tmp_path / "cache",
             packing=False,
             eval_fraction=0,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
-from portable.data.sources.conversations import ANSWERING, read_preference
-from portable.data.sources.documents import Document
+from portable.data.sources.conversations import read_preference
+from portable.data.sources.documents import ANSWERING, Document
 from portable.data.tokens.chat_template import ChatTemplate, Encoded, notes
 from portable.errors import UserError
 from tests.portable.chat_support import (
@@ -138,7 +138,9 @@ def test_everything() -> None:
 def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
     family, name = case["family"], case.get("template", case["family"])
     text = template(name) if "{" not in name else name
-    row = {key: case[key] for key in ("messages", "tools", "prompt", "completion") if key in case}
+    row: dict[str, Any] = {
+        key: case[key] for key in ("messages", "tools", "prompt", "completion") if key in case
+    }
     kind = "messages" if "messages" in row else "prompt_completion"
     options: dict[str, Any] = {"kwargs": TODAY, **case.get("options", {})}
     chat = ChatTemplate(tokenizer(family), text, NO_FRAME, **options)

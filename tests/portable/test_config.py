@@ -23,7 +23,7 @@ TABLE = keys.settings(RunConfig)
 ROWS = yaml.safe_load(Path(__file__).with_name("config_rows.yaml").read_text("utf-8"))
 
 
-def each(section: str, *names: str) -> Any:
+def each(section: str, *names: str) -> pytest.MarkDecorator:
     """A case for each row of ``config_rows.yaml``."""
     return pytest.mark.parametrize(names, [[row[name] for name in names] for row in ROWS[section]])
 
