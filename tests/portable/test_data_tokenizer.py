@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
@@ -27,22 +27,14 @@ from portable.data.tokens.tokenizer import (
     trained_vocab_size,
 )
 from portable.errors import UserError
-from tests.portable.data_support import Settings, corpus, source, write_jsonl
+from tests.portable.data_support import Settings, corpus, source, word_level, write_jsonl
 
 HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|end"
 
 
 def word_tokenizer(template: str, **special: str) -> Any:
     """A tokenizer of four words that frames a text as ``template`` says."""
-    names = [*dict.fromkeys(special.values()), "a", "b", "c", "d"]
-    words = Tokenizer(
-        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[0])
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    if template:
-        ids = [(name, names.index(name)) for name in set(special.values())]
-        words.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    return word_level([*dict.fromkeys(special.values()), "a", "b", "c", "d"], template, **special)
 
 
 @pytest.fixture(scope="module")
