@@ -15,6 +15,7 @@ pytest.importorskip("deepspeed")
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 from pydantic import BaseModel
 
@@ -27,7 +28,7 @@ from portable.run.resolve import resolve
 from tests import published
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero_checkpoints import leg
-from tests.published import shapes
+from tests.published import shapes, tree
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses
 
@@ -94,19 +95,11 @@ def forced_leg(folder: Path, corpus: Path, stage: int, stop: int | None, updates
     """A leg, once it is certain that DeepSpeed's optimizer makes its updates."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    calls = 0
-    own = DeepSpeedCPUAdam.step
-
-    def counted(self: Any, closure: Any = None) -> Any:
-        nonlocal calls
-        calls += 1
-        return own(self, closure)
-
     settings = {**SHORT, "train__stop_after": stop, "log__sample_tokens": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeepSpeedCPUAdam, "step", counted)
+    own = DeepSpeedCPUAdam.step
+    with patch.object(DeepSpeedCPUAdam, "step", autospec=True, side_effect=own) as step:
         status = run_rank("cpu", forced(folder, corpus, stage, **settings))
-    assert calls >= updates
+    assert step.call_count >= updates
     return status
 
 
@@ -183,18 +176,10 @@ def leaves(schema: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[st
     return [found for name in names for found in ((*path, name), *leaves(schema, (*path, name)))]
 
 
-def nested(path: tuple[str, ...]) -> dict[str, Any]:
-    value: Any = 1
-    for key in reversed(path):
-        value = {key: value}
-    made: dict[str, Any] = value
-    return made
-
-
 def unknown(schema: type[BaseModel], path: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The keys of a document that the schema does not have: what `check` refuses first."""
     try:
-        schema(**nested(path))
+        schema(**tree(".".join(path), 1))
     except ValidationError as refused:
         return [detail["loc"] for detail in refused.errors() if detail["type"] == "extra_forbidden"]  # type: ignore[misc]
     except TypeError:  # DeepSpeed's word on the value
@@ -212,4 +197,4 @@ def test_every_key_is_known_and_every_misspelling_found() -> None:
         wrong = (*around, name[:-1] + "1" + name[-1])
         assert unknown(schema, wrong) == [wrong]
     with pytest.raises(UserError, match=f"unknown key {'.'.join(wrong)}"):
-        check(nested(wrong), "ds.json")
+        check(tree(".".join(wrong), 1), "ds.json")

@@ -11,16 +11,18 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed")
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from portable.config import RunConfig
 from portable.errors import UserError
-from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero import zero_config
+from tests.parity import launched
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL
 
@@ -63,26 +65,23 @@ def losses_with_inputs_on_host(config: RunConfig) -> Losses:
     packed: list[torch.Size] = []
     unpacked: list[torch.Size] = []
 
+    def noted(seen: list[torch.Size], hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(given: Any) -> Any:
+            made = hook(given)
+            tensor = given if seen is packed else made
+            if tensor.numel():  # checkpointing saves an empty one besides
+                seen.append(tensor.shape)
+            return made
+
+        return call
+
     class Counted(save_on_cpu):
         def __init__(self, pin_memory: bool) -> None:
             super().__init__(pin_memory)
-            pack, unpack = self.pack_hook, self.unpack_hook
+            self.pack_hook = noted(packed, self.pack_hook)
+            self.unpack_hook = noted(unpacked, self.unpack_hook)
 
-            def packing(tensor: torch.Tensor) -> Any:
-                if tensor.numel():  # checkpointing saves an empty one besides
-                    packed.append(tensor.shape)
-                return pack(tensor)
-
-            def unpacking(kept: Any) -> torch.Tensor:
-                tensor: torch.Tensor = unpack(kept)
-                if tensor.numel():
-                    unpacked.append(tensor.shape)
-                return tensor
-
-            self.pack_hook, self.unpack_hook = packing, unpacking
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "save_on_cpu", Counted)
+    with patch.object(recompute, "save_on_cpu", Counted):
         losses = our_losses(config)
     micro_batches = STEPS * 2  # 4 samples on 2 ranks, one at a time
     assert packed == [torch.Size((1, 32, 48))] * TINY_MODEL["num_hidden_layers"] * micro_batches
@@ -123,21 +122,17 @@ def losses_and_reduced_types(config: RunConfig) -> tuple[Losses, set[torch.dtype
     """The losses, and the types of what DeepSpeed summed over the ranks: norms and flags left out."""
     from deepspeed.comm.torch import TorchBackend
 
-    types: set[torch.dtype] = set()
-
-    def spied(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.numel() > 32:
-                    types.add(value.dtype)
-            return method(self, *args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
-            patch.setattr(TorchBackend, name, spied(getattr(TorchBackend, name)))
-        return our_losses(config), types
+    with ExitStack() as patches:
+        spies = [
+            patches.enter_context(
+                patch.object(TorchBackend, name, autospec=True, side_effect=getattr(TorchBackend, name))
+            )
+            for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+        ]
+        losses = our_losses(config)
+    calls = [call for spy in spies for call in spy.call_args_list]
+    given = [value for call in calls for value in (*call.args, *call.kwargs.values())]
+    return losses, {one.dtype for one in given if isinstance(one, torch.Tensor) and one.numel() > 32}
 
 
 def test_files_on_each_node_alone_make_no_checkpoint(
@@ -152,10 +147,6 @@ def test_files_on_each_node_alone_make_no_checkpoint(
         understood(with_json(tmp_path, corpus, 2, document))
 
 
-def train(config: RunConfig) -> int:
-    return run_rank("cpu", config)
-
-
 @pytest.mark.parametrize("gather", [True, False])
 def test_the_final_model_is_whole(gather: bool, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     """With node-local files on one node besides, where they lie as they would without."""
@@ -164,7 +155,7 @@ def test_the_final_model_is_whole(gather: bool, tmp_path: Path, corpus: Path, ra
     settings: dict[str, Any] = {"precision": "bf16", "train__steps": 3, "log__sample_tokens": 0}
     for stop in (2, None) if gather else (None,):
         config = with_json(tmp_path, corpus, 3, document, train__stop_after=stop, **settings)
-        assert ranks.run(2, train, config) == 0
+        assert ranks.run(2, launched, config) == 0
     _, notices = understood(config)
     assert (name in notices) is gather
     weights = load_file(tmp_path / "final" / "model.safetensors")

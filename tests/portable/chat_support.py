@@ -12,8 +12,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from portable.data.sources.conversations import ANSWERING, read_conversation
-from portable.data.sources.documents import Document
+from portable.data.sources.conversations import read_conversation
+from portable.data.sources.documents import ANSWERING, Document
 from portable.data.tokens.tokenize import Frame
 from portable.data.tokens.tokenizer import CHATML
 

@@ -67,3 +67,17 @@ def token_cache(
     writer.finish()
     writer.close()
     return TokenCache.open(folder)
+
+
+def word_level(names: Sequence[str], single: str = "", pair: str | None = None, **options: Any) -> Any:
+    """A tokenizer of words, which frames a text and a pair of texts as the templates say."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {name: number for number, name in enumerate(names)}
+    words = Tokenizer(models.WordLevel(ids, unk_token=options.get("unk_token", names[0])))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if single:
+        named = [one for one in ids.items() if one[0] in (pair or single)]
+        words.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=named)
+    return PreTrainedTokenizerFast(tokenizer_object=words, **options)  # type: ignore[no-untyped-call, unused-ignore]

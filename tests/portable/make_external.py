@@ -58,12 +58,7 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, rank: int = 0) -> None
         optimizer.zero_grad()
 
 
-class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: tensor[0] for name, tensor in batch(index).items()}
+TEXTS: Any = [{name: tensor[0] for name, tensor in batch(index).items()} for index in range(16)]
 
 
 def trainer_arguments(folder: Path, **more: Any) -> Any:
@@ -101,11 +96,11 @@ def one_rank(rank: int, world: int, out: Path) -> None:
     from transformers import Trainer
 
     model = llama()
-    run: Any = Trainer(model=model, args=trainer_arguments(out / "trainer"), train_dataset=Texts())
+    run: Any = Trainer(model=model, args=trainer_arguments(out / "trainer"), train_dataset=TEXTS)
     run.train()
     torch.save(live(model, run.optimizer.optimizer), out / "trainer.ref.pt")
     alone = trainer_arguments(out / "trainer-model-only", save_only_model=True)
-    Trainer(model=llama(), args=alone, train_dataset=Texts()).train()
+    Trainer(model=llama(), args=alone, train_dataset=TEXTS).train()
     model = llama()
     optimizer = adamw(model)
     trained(model, optimizer)
@@ -237,7 +232,7 @@ def trainer_zero(rank: int, world: int, out: Path) -> None:
         name = f"trainer-zero{stage}"
         bf16 = precision == "bf16"
         more = {"deepspeed": {**wrapped(stage), "bf16": {"enabled": bf16}}, "bf16": bf16}
-        run = Trainer(model=llama(), args=trainer_arguments(out / name, **more), train_dataset=Texts())
+        run = Trainer(model=llama(), args=trainer_arguments(out / name, **more), train_dataset=TEXTS)
         run.train()
         reference = gather(run.model_wrapped, stage)
         if rank == 0:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from portable.config.sections import DataConfig
 from portable.data.dataset import Data, build_data
 from portable.data.samples.loader import TrainLoader
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import word_level, write_jsonl
 
 BATCH = 84  # divides by 1, 2, 3, 4 and 7
 SOURCES = {"web": 0, "code": 1, "books": 2}
@@ -71,16 +71,10 @@ def _records(name: str, first: int, count: int) -> Iterator[dict[str, str]]:
 
 def write_tokenizer(folder: Path) -> Path:
     """A tokenizer that knows the words of the records."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = ["<end>", "<unknown>"]
     words += [f"{name}{n}" for name in SOURCES for n in range(4)]
     words += [f"{digit}{n}" for digit in "hl" for n in range(_DIGITS)]
-    model = models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unknown>")
-    plain = Tokenizer(model)
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
+    word_level(words, eos_token="<end>", unk_token="<unknown>").save_pretrained(folder)
     return folder
 
 

@@ -7,7 +7,6 @@ those that the installed Accelerate makes.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -86,17 +85,6 @@ def test_beside_a_config_and_flags(tmp_path: Path) -> None:
 
 # -- the launcher's environment ----------------------------------------------------------------------------
 
-OFFLOADED = {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
-ACCUMULATED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
-BY_DEEPSPEED = {
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-}
-
 
 @pytest.mark.parametrize("kind", ["--cpu", "--multi_gpu", "--use_fsdp", "--use_fsdp --fsdp_version 2"])
 def test_what_was_not_asked_for_changes_nothing(kind: str) -> None:
@@ -109,23 +97,6 @@ def test_variables_without_a_launch_change_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert parse_args([]).config == load_config()
-
-
-@pytest.mark.parametrize(
-    ("given", "key", "value"),
-    [
-        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "strategy", "shard_grad_op"),
-        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "strategy", "zero2"),
-        (ACCUMULATED, "deepspeed.config", {"gradient_accumulation_steps": 4}),
-        ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "train.max_grad_norm", 0.5),
-        (OFFLOADED, "memory.offload_optimizer", "cpu"),
-    ],
-)
-def test_each_setting_of_the_launcher(
-    given: Any, key: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = launched(given) if isinstance(given, str) else {**BY_DEEPSPEED, **given}
-    assert config_of(monkeypatch, environment).get(key) == value
 
 
 def test_the_rest_of_the_launcher_is_refused_or_noted() -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -160,20 +161,13 @@ def test_depth_is_proportion() -> None:
     config = config_of("llama", "bf16", "none", **{"model.config.num_hidden_layers": 9})
     model = built(config)
     request = Request.of(config, micro_batch=1, compute="cast", on_gpu=False)
-    passes = 0
     took = planner._passes
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        return took(*arguments)
-
     kinds = layer_kinds(model)
     (phases,) = [took(model, request, kinds, dict.fromkeys(kinds, 9))]
     with pytest.MonkeyPatch.context() as patch, allocations() as recording, recording.phase("all"):
-        patch.setattr(planner, "_passes", counted)
+        patch.setattr(planner, "_passes", counted := Mock(side_effect=took))
         found = activations(model, request)
-    assert passes == 2
+    assert counted.call_count == 2
     assert found.total == max(sum(phase) for phase in phases)
     assert recording.phases["all"].peak < found.total / 100
     assert all(p.is_meta for p in model.parameters())

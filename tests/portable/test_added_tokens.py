@@ -23,13 +23,22 @@ from tests.runs import TINY_MODEL, configured
 ADDED = ["<|im_start|>", "<|im_end|>", "<think>"]
 
 
+def trained(folder: Path, corpus: Path, **settings: Any) -> Path:
+    """The model of a short run."""
+    run_rank("cpu", configured(folder, corpus, **{"train__steps": 2, **settings}))
+    return folder / "final"
+
+
+def of(base: Path, **settings: Any) -> dict[str, Any]:
+    """The settings of a run that begins with a model."""
+    return {"model__config": None, "model__name_or_path": str(base), **settings}
+
+
 @pytest.fixture(scope="module")
 def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose vocabulary is as large as its tokenizer's, and whose head is a table of its own."""
-    folder = tmp_path_factory.mktemp("base")
     untied = {**TINY_MODEL, "tie_word_embeddings": False}
-    run_rank("cpu", configured(folder / "run", corpus, model__config=untied, train__steps=2))
-    final = folder / "run" / "final"
+    final = trained(tmp_path_factory.mktemp("base"), corpus, model__config=untied)
     assert len(AutoTokenizer.from_pretrained(final)) == 384
     return final
 
@@ -37,20 +46,14 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tables(config: RunConfig) -> tuple[dict[str, Any], float]:
     """The tables at the start, whole, and the loss of the first step."""
     with opened(config) as trial:
-        folder = config.output_dir
-        trial.engine.save(_made(folder), background=False).wait()
+        folder = Path(config.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.engine.save(folder, background=False).wait()
         loss = float(trial.step().loss)
     from converters import open_checkpoint
 
     stored = open_checkpoint(folder).tensors
     return {name: stored[name].read() for name in ("model.embed_tokens.weight", "lm_head.weight")}, loss
-
-
-def _made(folder: str) -> Any:
-    from pathlib import Path
-
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +70,7 @@ def test_new_rows_are_those_of_transformers(
     config = configured(
         tmp_path / "run",
         corpus,
-        model__config=None,
-        model__name_or_path=str(base),
-        data__added_tokens=ADDED,
-        **settings,
+        **of(base, data__added_tokens=ADDED, **settings),
     )
     found, loss = engines.run(name, size, tables, config)
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -88,18 +88,8 @@ def test_new_rows_are_those_of_transformers(
 
 def test_the_export_has_both(base: Path, conversations: Path, tmp_path: Path, brief_runs: None) -> None:
     (tmp_path / "chatml.jinja").write_text(template("chatml"))
-    config = configured(
-        tmp_path / "run",
-        conversations,
-        model__config=None,
-        model__name_or_path=str(base),
-        data__added_tokens=ADDED[:2],
-        data__chat_template=str(tmp_path / "chatml.jinja"),
-        data__seq_len=64,
-        train__steps=2,
-    )
-    run_rank("cpu", config)
-    final = tmp_path / "run" / "final"
+    given = of(base, data__added_tokens=ADDED[:2], data__chat_template=str(tmp_path / "chatml.jinja"))
+    final = trained(tmp_path / "run", conversations, **given, data__seq_len=64)
     model, tokens = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     assert model.config.vocab_size == 386 == len(tokens) == model.get_output_embeddings().weight.shape[0]
     assert tokens("<|im_end|>", add_special_tokens=False)["input_ids"] == [385]
@@ -132,23 +122,13 @@ def test_an_adapter_holds_the_new_rows_of_a_tied_model(
 
     from converters.cli import main as convert
 
-    run_rank("cpu", configured(tmp_path / "base", corpus, train__steps=2))
-    base = tmp_path / "base" / "final"
-    settings: dict[str, Any] = {
-        "model__config": None,
-        "model__name_or_path": str(base),
-        "data__added_tokens": ADDED[:2],
-        "data__chat_template": "chatml",
-        "data__seq_len": 64,
-        "train__steps": 2,
-        "train__learning_rate": 1e-2,
-        "adapter__type": "lora",
-    }
+    base = trained(tmp_path / "base", corpus)
+    settings = of(base, data__added_tokens=ADDED[:2], data__chat_template="chatml", data__seq_len=64)
+    settings |= {"train__learning_rate": 1e-2, "adapter__type": "lora"}
     with pytest.raises(UserError, match=r"train them: adapter.trainable_token_indices: \[384, 385\]$"):
         run_rank("cpu", configured(tmp_path / "run", conversations, **settings))
     settings["adapter__trainable_token_indices"] = [384, 385]
-    run_rank("cpu", configured(tmp_path / "run", conversations, **settings))
-    final, out = tmp_path / "run" / "final", tmp_path / "merged"
+    final, out = trained(tmp_path / "run", conversations, **settings), tmp_path / "merged"
     assert json.loads((final / "adapter_config.json").read_text())["trainable_token_indices"] == [384, 385]
     assert convert([str(final), str(out), "--merge-into", str(base)]) == 0
 
@@ -165,8 +145,8 @@ def test_an_adapter_holds_the_new_rows_of_a_tied_model(
     before = GrownTensor(
         ComputedTensor.of(AutoModelForCausalLM.from_pretrained(base).lm_head.weight), 386, 384
     )
-    trained = merged.lm_head.weight.detach()[384:]
-    assert not torch.allclose(trained, torch.tensor(before.read()[384:]), atol=1e-3)
+    learned = merged.lm_head.weight.detach()[384:]
+    assert not torch.allclose(learned, torch.tensor(before.read()[384:]), atol=1e-3)
 
     again = {**settings, "adapter__name_or_path": str(final), "train__steps": 1}
     del again["adapter__type"], again["adapter__trainable_token_indices"]
@@ -181,21 +161,13 @@ def test_tied_tables_stay_tied(corpus: Path, tmp_path: Path, brief_runs: None) -
     """In peft, and merged: both give the logits of the run's own model."""
     import peft
 
-    run_rank("cpu", configured(tmp_path / "base", corpus, train__steps=2))
-    base = tmp_path / "base" / "final"
-    settings: dict[str, Any] = {
-        "model__config": None,
-        "model__name_or_path": str(base),
-        "adapter__type": "lora",
-    }
-    settings |= {"adapter__trainable_token_indices": [97, 101, 116], "adapter__ensure_weight_tying": True}
-    settings |= {"train__steps": 2, "train__learning_rate": 1e-2}
-    run_rank("cpu", configured(tmp_path / "run", corpus, **settings))
-    run_rank("cpu", configured(tmp_path / "whole", corpus, **settings, checkpoint__export="merged"))
-    loaded: Any = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "run" / "final")
-    )
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final")
+    base = trained(tmp_path / "base", corpus)
+    settings = of(base, adapter__type="lora", adapter__ensure_weight_tying=True)
+    settings |= {"adapter__trainable_token_indices": [97, 101, 116], "train__learning_rate": 1e-2}
+    adapter = trained(tmp_path / "run", corpus, **settings)
+    whole = trained(tmp_path / "whole", corpus, **settings, checkpoint__export="merged")
+    loaded: Any = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    merged = AutoModelForCausalLM.from_pretrained(whole)
     assert merged.config.tie_word_embeddings
     tokens = torch.tensor([[97, 32, 101, 116, 200]])
     with torch.no_grad():

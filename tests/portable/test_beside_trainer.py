@@ -14,7 +14,6 @@ import torch
 import transformers
 import yaml
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
@@ -57,14 +56,11 @@ CASES = {
     "causal, packed": Case({**LLAMA, "train__warmup_steps": 2}, accumulation=3),
     "causal, padded": Case({**LLAMA, "data__packing": False, "train__schedule": "cosine"}, accumulation=2),
     "masked": Case(MODELS["bert"]),
-    "masked, with a decoder": Case({"model__config": tiny_config("bart"), **MASKED}),
     "masked, with mBART's decoder": Case({"model__config": tiny_config("mbart"), **MASKED}),
     "seq2seq": Case({**MODELS["t5"], "train__weight_decay": 2.0}),
     "classification": Case({**LABELLED, "train__weight_decay": 0.01}),
-    "classification by a number": Case({**LABELLED, "data__label_field": "number"}),
     "classification by numbers": Case({**regression(LABELLED), "data__label_field": "numbers"}),
     "classification of several kinds": Case({**LABELLED, "data__label_field": "kinds"}),
-    "classification by shares": Case({**LABELLED, "data__label_field": "numbers"}),
     "adafactor": Case({**LLAMA, "train__optimizer": "adafactor", "train__adafactor_rule": "transformers"}),
 }
 
@@ -100,19 +96,6 @@ def as_transformers_has_it(row: dict[str, Tensor], task: str) -> dict[str, Tenso
     if "attention_mask" in row:
         longer["attention_mask"] = torch.cat([row["attention_mask"], (last != IGNORED).long()])
     return longer
-
-
-class Given(Dataset):  # type: ignore[type-arg]
-    """Samples at hand."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._rows[index]
 
 
 class Ordered(transformers.Trainer):  # type: ignore[misc]
@@ -209,8 +192,8 @@ def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: A
             orders=orders,
             model=model,
             args=arguments(config, folder, accumulation),
-            train_dataset=Given(rows),
-            eval_dataset=Given(held) or None,
+            train_dataset=rows,
+            eval_dataset=held or None,
             **more,
         )
     trainer.train()
@@ -232,19 +215,11 @@ def row_of(samples: Any, place: tuple[int, int], task: str) -> dict[str, Tensor]
 def ours(config: RunConfig) -> tuple[list[float], list[float]]:
     assert run_rank("cpu", config) == 0
     rows = list(read_metrics(Path(config.output_dir)))
-    return (
-        [row["loss"] for row in rows if "loss" in row],
-        [row["eval_loss"] for row in rows if "eval_loss" in row],
-    )
+    losses, evaluations = ([row[name] for row in rows if name in row] for name in ("loss", "eval_loss"))
+    return losses, evaluations
 
 
-IMPLIED = ("masked, with a decoder", "classification by a number", "classification by shares")
-"""By mBART's decoder, and by several numbers."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in IMPLIED else []) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
     case = CASES[name]
     source = labelled if "classification" in name else corpus

@@ -19,9 +19,9 @@ from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
 from tests.parity import launched
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import Settings, write_jsonl
 from tests.ranks import RankPool
-from tests.runs import configured, tiny
+from tests.runs import configured
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
@@ -248,14 +248,14 @@ def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
         return str(write_jsonl(tmp_path / name, rows))
 
     def evals(training: list[Any], labels: list[Any]) -> list[Any]:
-        settings = tiny(tmp_path, tmp_path / "train.jsonl") | {
-            "data.packing": False,
-            "data.eval_fraction": 0.0,
-        }
-        settings |= {"data.source": written("train.jsonl", training), "data.seq_len": 8}
-        settings |= {"data.eval": {"source": written("eval.jsonl", labels)}, "data.vocab_size": 300}
-        settings |= {"model.task": "sequence-classification"}
-        data = build_data(load_config(None, settings).data, task="sequence-classification")
+        settings = Settings(
+            source=written("train.jsonl", training),
+            eval={"source": written("eval.jsonl", labels)},  # type: ignore[dict-item]
+            cache_dir=tmp_path / "cache",
+            packing=False,
+            eval_fraction=0,
+        )
+        data = build_data(settings, task="sequence-classification")
         assert data.eval is not None
         found: list[Any] = data.eval.batch([(0, i) for i in range(len(labels))])["labels"].tolist()
         return sorted(found)

@@ -21,8 +21,9 @@ from portable.reporting.metrics import read_metrics
 from portable.run.callbacks import Run, callback_order
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
+from tests.parity import launched
 from tests.ranks import RankPool
-from tests.runs import configured
+from tests.runs import configured, losses
 
 HERE = __name__
 
@@ -201,10 +202,6 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
     del linecache.cache[file]
 
 
-def on_rank(config: RunConfig) -> int:
-    return run_rank("cpu", config)
-
-
 def test_what_a_notebook_defines_reaches_the_ranks(
     notebook: Any, tmp_path: Path, corpus: Path, ranks: RankPool, brief_runs: None
 ) -> None:
@@ -218,14 +215,11 @@ def test_what_a_notebook_defines_reaches_the_ranks(
 
     sent = config("two")
     assert sent.train.loss is not None and sent.train.loss.endswith(":Weighted(power=2.0)")
-    ranks.run(2, on_rank, sent)
+    ranks.run(2, launched, sent)
     assert [(tmp_path / "two" / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["2", "2"]
-    two = read_metrics(tmp_path / "two")
     run_rank("cpu", config("one"))
-    assert [row.get("loss") for row in two] == pytest.approx(
-        [row.get("loss") for row in read_metrics(tmp_path / "one")]
-    )
-    assert two[-1]["eval_share"] == pytest.approx(2.718281828)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"))
+    assert read_metrics(tmp_path / "two")[-1]["eval_share"] == pytest.approx(2.718281828)
 
 
 def test_what_ranks_could_not_make_is_refused(notebook: Any, tmp_path: Path, corpus: Path) -> None:

@@ -9,38 +9,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
-from tests.portable.data_support import Settings, replace, write_jsonl
+from tests.portable.data_support import Settings, replace, word_level, write_jsonl
 from tests.runs import TINY_MODEL
 
 WORDS = [f"w{number}" for number in range(40)]
-KINDS = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))
+KINDS = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))["pairs"]
 
 
 def tokenizer_of(folder: Path, kind: str) -> Any:
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", *WORDS]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    told = KINDS[kind]
-    ids = [(name, names.index(name)) for name in ("[CLS]", "[SEP]")]
-    words.post_processor = processors.TemplateProcessing(
-        single=told["single"], pair=told["pair"], special_tokens=ids
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_input_names=told["names"],
-        padding_side=told.get("padding_side", "right"),
-        pad_token_type_id=told.get("pad_token_type_id", 0),
-    )
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
+    tokenizer = word_level([*special.values(), "a", "b", *WORDS], **KINDS[kind], **special)
     tokenizer.save_pretrained(folder)
     return tokenizer
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -162,18 +163,13 @@ def test_the_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    asked = []
-
-    def load_dataset(*args: Any, **options: Any) -> Any:
-        asked.append((args, options))
-        return datasets.Dataset.from_list(ROWS)
-
+    load = Mock(return_value=datasets.Dataset.from_list(ROWS))
     monkeypatch.setattr(HubDataset, "_loaded", {})
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", load)
     options = {"config_name": "small", "split": "validation"}
     assert read("org/name", **options) == TEXTS
     assert read("org/name", max_samples=1, **options) == TEXTS[:1]
-    assert asked == [(("org/name", "small"), {"split": "validation"})]
+    load.assert_called_once_with("org/name", "small", split="validation")
     key = source("org/name", **options).key
     assert source("org/name", max_samples=1, **options).key != key
     assert "org/name: row 1: no field 'body'" in refusal("org/name", text_field="body", **options)
@@ -182,11 +178,9 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
-    def load_dataset(*args: Any, **options: Any) -> Any:
-        raise ConnectionError("Couldn't reach\nthe Hub")
-
     monkeypatch.setattr(HubDataset, "_loaded", {})
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    broken = Mock(side_effect=ConnectionError("Couldn't reach\nthe Hub"))
+    monkeypatch.setattr(datasets, "load_dataset", broken)
     message = refusal("org/name")
     assert "cannot load org/name, train" in message
     assert "(Couldn't reach the Hub)" in message

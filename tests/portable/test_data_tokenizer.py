@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+import yaml
+from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
@@ -25,22 +27,14 @@ from portable.data.tokens.tokenizer import (
     trained_vocab_size,
 )
 from portable.errors import UserError
-from tests.portable.data_support import Settings, corpus, source, write_jsonl
+from tests.portable.data_support import Settings, corpus, source, word_level, write_jsonl
 
 HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|end"
 
 
 def word_tokenizer(template: str, **special: str) -> Any:
     """A tokenizer of four words that frames a text as ``template`` says."""
-    names = [*dict.fromkeys(special.values()), "a", "b", "c", "d"]
-    words = Tokenizer(
-        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[0])
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    if template:
-        ids = [(name, names.index(name)) for name in set(special.values())]
-        words.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    return word_level([*dict.fromkeys(special.values()), "a", "b", "c", "d"], template, **special)
 
 
 @pytest.fixture(scope="module")
@@ -100,25 +94,13 @@ def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     assert tokenizer_digest(train_tokenizer(source(None, max_samples=40), 1000, tmp_path / "here")) == other
 
 
-BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
-GLM = {"eos_token": "<|e|>", "bos_token": "<sop>", "cls_token": "[gMASK]"}
+FRAMES = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))["frames"]
 
 
-@pytest.mark.parametrize(
-    ("template", "special", "task", "frame"),
-    [
-        ("<s> $A", {"bos_token": "<s>", "eos_token": "</s>"}, "causal-lm", Frame((0,), (1,))),
-        ("", {"bos_token": "<|e|>", "eos_token": "<|e|>"}, "causal-lm", Frame((), (0,))),
-        ("[CLS] $A [SEP]", BERT, "masked-lm", Frame((0,), (1,))),
-        ("[CLS] $A [SEP]", BERT, "sequence-classification", Frame((0,), (1,))),
-        ("[CLS] $A [SEP]", BERT, "causal-lm", Frame((0,), (1,))),
-        ("$A </s>", {"eos_token": "</s>", "pad_token": "<pad>"}, "seq2seq-lm", Frame((), (0,))),
-        # More than a token for the beginning, or one that is none.
-        ("[gMASK] <sop> $A", GLM, "causal-lm", Frame((2, 1), (0,))),
-    ],
-)
-def test_what_stands_around_a_text(template: str, special: dict[str, str], task: str, frame: Frame) -> None:
-    assert special_token_frame(task, Vocabulary.of(word_tokenizer(template, **special))) == frame
+@pytest.mark.parametrize("row", FRAMES, ids=str)
+def test_what_stands_around_a_text(row: dict[str, Any]) -> None:
+    vocabulary = Vocabulary.of(word_tokenizer(row["template"], **row["special"]))
+    assert special_token_frame(row["task"], vocabulary) == Frame(tuple(row["before"]), tuple(row["after"]))
 
 
 class TwoSides(PreTrainedTokenizerFast):  # type: ignore[misc, unused-ignore]
@@ -195,19 +177,13 @@ def test_python_of_a_tokenizer_is_not_run_unless_trusted(
     settings = json.loads(path.read_text())
     settings |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
     path.write_text(json.dumps(settings))
-    asked: list[str] = []
-
-    def answer(prompt: str = "") -> str:
-        asked.append(prompt)
-        return "y"
-
-    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("builtins.input", asked := Mock(return_value="y"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     data = Settings(source=str(corpus(tmp_path)), cache_dir=tmp_path / "cache", tokenizer=str(folder))
     for build in (build_data, inspect_data):
         with pytest.raises(UserError, match=r"data\.tokenizer: .*evil' contains Python code"):
             build(data)
-    assert not asked
+    asked.assert_not_called()
     assert not mark.exists()
     assert type(build_data(data, trust_remote_code=True).tokenizer).__name__ == "Evil"
     assert mark.exists()

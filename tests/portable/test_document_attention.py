@@ -29,7 +29,7 @@ LENGTH, WINDOW = 24, 4
 ROWS = ([9, 5, 7], [13, 8], [24], [1, 2, 14])
 """The lengths of the documents of each sample; the rest is padding. Most are longer than the window."""
 PAD = 3
-USUAL = (
+USUAL = [
     "llama",
     "qwen3",
     "gemma2",
@@ -40,7 +40,7 @@ USUAL = (
     "llama4_text",
     "opt",
     "falcon",
-)
+]
 TYPES = sorted({pair.model_type for pair in pairs() if pair.task == "causal-lm"})
 
 

@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -130,13 +130,6 @@ def test_a_conversion_is_synced(
     assert str(tmp_path) in synced
 
 
-class _Alone:
-    """A backend of one rank, as far as checkpoint folders go."""
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-
 class _Written:
     """Shards on their way until ``go`` is set, which cannot be written where there is a ``failure``."""
 
@@ -162,7 +155,7 @@ def begin(checkpoints: Checkpoints[Path], step: int, written: _Written) -> None:
             (folder / f"shard-{number}").write_bytes(b"x" * 1000)
         return written
 
-    checkpoints.begin(_Alone(), state, shards, lambda folder: None)  # type: ignore[arg-type]
+    checkpoints.begin(Mock(), state, shards, lambda folder: None)
 
 
 def save(checkpoints: Checkpoints[Path], step: int) -> None:
@@ -203,22 +196,29 @@ def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
     assert [step for step, _ in checkpoints.complete()] == [1, 3]
 
 
+def dies_after(calls: int) -> Callable[[Any], Any]:
+    """Functions that are killed, which is emulated: together they do so much, and nothing from then on."""
+    left = iter(range(calls))
+
+    def dying(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(left, None) is None:
+                raise MemoryError("killed")
+            return real(*arguments, **options)
+
+        return call
+
+    return dying
+
+
 @pytest.mark.parametrize("removed", range(0, 21, 4))
 def test_half_a_checkpoint_never_passes_for_one(
     removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while an older one is being removed, which is emulated: nothing more happens from then on."""
+    """Killed while an older one is being removed."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
-    unlink, left = os.unlink, removed
-
-    def dies(*arguments: Any, **options: Any) -> None:
-        nonlocal left
-        if not left:
-            raise MemoryError("killed")
-        left -= 1
-        unlink(*arguments, **options)
-
+    dies = dies_after(removed)(os.unlink)
     assert [step for step, _ in checkpoints.complete()] == [1]
     with monkeypatch.context() as patch, pytest.raises(RunError):
         patch.setattr(os, "unlink", dies)
@@ -248,24 +248,16 @@ def test_a_disk_that_is_full_is_one_line(
 
 
 def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at any call that changes a name, which is emulated: one of the two is a checkpoint."""
+    """Killed at any call that changes a name: one of the two is a checkpoint."""
     for survived in range(4):
         folder = tmp_path / str(survived)
         checkpoints = Checkpoints(folder)
         save(checkpoints, 1)
-        left = survived
-
-        def dies(*arguments: Any, real: Any, **options: Any) -> Any:
-            nonlocal left
-            if left <= 0:
-                raise MemoryError("killed")
-            left -= 1
-            return real(*arguments, **options)
-
+        dying = dies_after(survived)
         with monkeypatch.context() as patch, suppress(RunError):
-            patch.setattr(Path, "rename", partialmethod(dies, real=Path.rename))
-            patch.setattr(checkpointing, "exchange", partial(dies, real=exchange))
-            patch.setattr(shutil, "rmtree", partial(dies, real=shutil.rmtree))
+            patch.setattr(Path, "rename", dying(Path.rename))
+            patch.setattr(checkpointing, "exchange", dying(exchange))
+            patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
             save(checkpoints, 1)
         assert [step for step, _ in Checkpoints(folder).complete()] == [1]
         Checkpoints(folder).remove_partial()

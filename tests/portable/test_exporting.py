@@ -20,6 +20,7 @@ from portable.errors import UserError
 from portable.output.export import MARKER, export, recover_export
 from portable.run.rank import run_rank
 from tests.object_store import ObjectStore
+from tests.portable.test_durability import dies_after
 from tests.runs import configured
 
 
@@ -89,38 +90,19 @@ def test_a_kill_at_any_moment_loses_nothing(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool, survived: int
 ) -> None:
     """It is emulated: nothing that changes a name or deletes happens from then on."""
-    from pathlib import Path
-
     final = tmp_path / "final"
     export(checkpoint, final)
     (final / "README.md").write_text("mine")
-    left = survived
-
-    def counted() -> None:
-        nonlocal left
-        if left <= 0:
-            raise MemoryError("killed")
-        left -= 1
-
-    rename, rmtree = Path.rename, shutil.rmtree
-
-    def renamed(path: Path, target: Path) -> Path:
-        counted()
-        return rename(path, target)
+    dying, rmtree = dies_after(survived), shutil.rmtree
 
     def removed(path: Path, **_: object) -> None:
         if os.path.lexists(path):
-            counted()
-            rmtree(path)
-
-    def exchanged(one: Path, other: Path) -> bool:
-        counted()
-        return atomic and exchange(one, other)
+            dying(rmtree)(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", renamed)
+        patch.setattr(Path, "rename", dying(Path.rename))
         patch.setattr(shutil, "rmtree", removed)
-        patch.setattr(exchange_module, "exchange", exchanged)
+        patch.setattr(exchange_module, "exchange", dying(lambda *two: atomic and exchange(*two)))
         try:
             export(checkpoint, final)
         except MemoryError:

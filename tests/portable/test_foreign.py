@@ -33,7 +33,7 @@ from tests.converters.making import once
 from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
-from tests.portable.test_beside_trainer import Given, Ordered
+from tests.portable.test_beside_trainer import Ordered
 from tests.portable.test_command_line import refusal
 from tests.promises import record
 from tests.runs import configured, flags, tiny
@@ -178,7 +178,7 @@ def test_goes_on_as_the_trainer_itself_does(trainer: Path, corpus: Path, tmp_pat
     arguments.per_device_train_batch_size = BATCH
     samples = taken[: STEPS * BATCH] + taken  # as many as stand before the checkpoint come first
     order = list(range(len(samples)))
-    peer: Any = Ordered(orders=[order], model=llama(), args=arguments, train_dataset=Given(samples))
+    peer: Any = Ordered(orders=[order], model=llama(), args=arguments, train_dataset=samples)
     peer.model_accepts_loss_kwargs = False  # or it divides by the labels that it would have shifted itself
     peer.train(resume_from_checkpoint=str(trainer / f"checkpoint-{STEPS}"))
     theirs = {row["step"]: row["loss"] for row in peer.state.log_history if "loss" in row}
@@ -273,13 +273,7 @@ def test_the_model_names_what_the_optimizer_numbers(
     held = torch.load(foreign / "trainer.ref.pt", weights_only=False)["optim"]
     for name, values in opened.optimizer.state.items():
         assert_same(values["exp_avg"], held[name]["exp_avg"])  # type: ignore[arg-type]
-    assert run_rank("cpu", load(command(trainer, corpus, tmp_path / "run", train__stop_after=4))) == 0
-
-
-def load(arguments: list[str]) -> Any:
-    from portable.config import parse_args
-
-    return parse_args(arguments).config
+    assert main(command(trainer, corpus, tmp_path / "run", train__stop_after=4)) == 0
 
 
 def lose_state(step: Path) -> None:
@@ -330,17 +324,21 @@ def test_settings_that_are_mere_defaults(
     assert "checkpoint.resume: " in refusal(capsys, flags(given))
 
 
+def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
+    """A file of a model after a step."""
+    tokens = torch.arange(16)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "last.pt")
+    return folder / "last.pt"
+
+
 def test_a_checkpoint_that_says_no_step(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's SGD counts nothing. Its weights here are in 16 bits, and its momentum is as well."""
     model = llama().bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    tokens = torch.arange(16)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    path = tmp_path / "last.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    path = saved(tmp_path, model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9))
     chosen = {
         "train__optimizer": "sgd",
         "train__betas": [0.9, 0.95],
@@ -391,15 +389,11 @@ def test_another_rule_of_the_same_state_is_refused(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = llama()
-    path = tmp_path / "last.pt"
     for optimizer, word in (
         (torch.optim.AdamW(model.parameters(), amsgrad=True, weight_decay=0.0), "amsgrad True"),
         (torch.optim.Adam(model.parameters(), weight_decay=0.1), "decoupled_weight_decay False"),
     ):
-        tokens = torch.arange(16)[None]
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        path = saved(tmp_path, model, optimizer)
         assert word in refusal(capsys, command(path, corpus, tmp_path / "run"))
 
 

@@ -98,21 +98,6 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({"train": {"schedule": "constant_with_warmup"}}, "did you mean constant, which warms up"),
-        ({"strategy": "full_shard auto_wrap"}, "did you mean full_shard, "),
-        ({"adapter": "qlora"}, "; write adapter: {type: lora, base: nf4}"),
-        ({"deepspeed": "ds.json"}, "; write deepspeed: {config: 'ds.json'}"),
-    ],
-)
-def test_a_pasted_value_says_what_was_meant(given: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(UserError, match="must be ") as caught:
-        load_config(given)
-    assert remedy in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("key", "word", "meant"),
     [(k, w, m) for k, one in WORDS.items() for w, m in one.items()],
 )

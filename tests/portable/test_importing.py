@@ -19,6 +19,7 @@ from portable.config.origins import Origin
 from portable.config.yaml_text import Document, parse
 from portable.errors import UserError
 from tests.portable.test_hints import config, remedies
+from tests.published import tree
 
 TABLE = keys.settings(RunConfig)
 IMPORTS = Path(__file__).with_name("imports")
@@ -33,21 +34,8 @@ def imported(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str,
     """The settings that are printed, by dotted key, and the text."""
     import_files(words)
     text = capsys.readouterr().out
-    load_config(_parsed(text))
-    return dict(_flat(_parsed(text))), text
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    return parse(text, "run.yaml").value  # type: ignore[no-any-return]
-
-
-def _flat(tree: dict[str, Any], around: str = "") -> Any:
-    for name, value in tree.items():
-        key = around + name
-        if key in TABLE:
-            yield key, value
-        else:
-            yield from _flat(value, f"{key}.")
+    config = load_config(parse(text, "run.yaml").value)
+    return {key: keys.plain(config.get(key)) for key in TABLE if config.is_set(key)}, text
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -161,15 +149,8 @@ def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
     for program in PROGRAMS:
         start = dict.fromkeys((program.sure.split() or program.some.split())[:2], None)
         for name in program.rows:
-            found = read(Document({**start, **_tree(name, value)}, {}), "theirs.yaml")
+            found = read(Document({**start, **tree(name, value)}, {}), "theirs.yaml")
             assert all("\n" not in line for line in (*found.refused, *found.notes))
-
-
-def _tree(name: str, value: Any) -> dict[str, Any]:
-    for part in reversed(name.split(".")):
-        value = {part: value}
-    tree: dict[str, Any] = value
-    return tree
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
@@ -201,7 +182,7 @@ def test_every_remedy_can_be_followed(program: Any) -> None:
 def _refusals(program: Any, name: str, value: Any) -> list[str]:
     file = File(
         program.name,
-        _tree(name, value),
+        tree(name, value),
         program.rows,
         lambda path: Origin(".".join(path), 0),
         lambda file, value: None,

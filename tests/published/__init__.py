@@ -61,3 +61,10 @@ def shapes(name: str) -> list[Shape]:
 
     named = ({"name": json.dumps(shape["config"]), **shape} for shape in found["shapes"])
     return [Shape(**{**shape, "config": whole(shape["config"])}) for shape in named]
+
+
+def tree(name: str, value: Any) -> dict[str, Any]:
+    """The mappings around a key of which ``name`` is the dotted path."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return dict(value)
