@@ -385,7 +385,7 @@ NAMES = ("gpu.py", "tpu/__init__.py", "converters.py", "configs/__init__.py")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder in which each of :data:`NAMES` leaves a mark when it is ran."""
+    """A folder in which each of :data:`NAMES` leaves a mark when it is run."""
     home = tmp_path / "home"
     for name in NAMES:
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -394,7 +394,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ran(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command in the folder, where none of its modules may be ran."""
+    """A command in the folder, where none of its modules may be run."""
     found = os.environ["PATH"]
     done = subprocess.run(
         command,
