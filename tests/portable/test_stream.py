@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,7 +26,7 @@ from portable.commands.data import main
 from portable.config.sections import DataConfig
 from portable.data import pretokenize
 from portable.data.dataset import build_data
-from portable.data.samples.loader import TrainLoader
+from portable.data.samples.loader import TrainLoader, _raised
 from portable.data.sources import file_parts, opening
 from portable.data.sources.documents import Fields
 from portable.data.sources.file_parts import FilePart
@@ -288,6 +288,19 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
 
 
 # -- the cache ----------------------------------------------------------------------------------------------
+
+
+def test_a_process_dies_while_it_hands_a_batch_over() -> None:
+    """torch then raises what the connection to it does."""
+
+    def batches() -> Iterator[Any]:
+        yield {"input_ids": 1}
+        raise EOFError
+
+    found = _raised(cast("Any", batches()))
+    assert next(found) == {"input_ids": 1}
+    with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
+        next(found)
 
 
 @pytest.fixture
