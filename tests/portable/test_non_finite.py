@@ -106,24 +106,22 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
 
 
 Run = Callable[..., tuple[str, str]]
-"""Runs a leg of one engine over a data set with one bad sample."""
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, corpus: Path, engines: Engines, bad_tokens: list[int]) -> Run:
-    name: str = request.param
+def run(corpus: Path, engines: Engines, bad_tokens: list[int]) -> Run:
+    """Runs a leg of an engine over a data set with one bad sample.
 
-    def one(folder: Path, kind: str, step: int | None = None, always: bool = False, **more: Any) -> Any:
+    That the weights stay as they are holds for every engine (``test_engines``): what follows, for some.
+    """
+
+    def one(
+        name: str, folder: Path, kind: str, step: int | None = None, bad: Any = bad_tokens, **more: Any
+    ) -> Any:
         config = settings(name, folder, corpus, **more)
-        tokens = [] if always else bad_tokens
-        return engines.run(name, ENGINES[name][0], leg, config, kind, tokens, step)
+        return engines.run(name, ENGINES[name][0], leg, config, kind, bad, step)
 
     return one
-
-
-def on(*engines: str) -> pytest.MarkDecorator:
-    """That the weights stay as they are holds for every engine (``test_engines``): what follows, for some."""
-    return pytest.mark.parametrize("run", engines, indirect=True)
 
 
 def stored(folder: Path, step: int) -> View:
@@ -131,7 +129,7 @@ def stored(folder: Path, step: int) -> View:
 
 
 @pytest.mark.parametrize(
-    ("run", "kind"),
+    ("name", "kind"),
     [
         ("one rank", "loss"),
         ("full_shard, offload", "loss"),
@@ -140,10 +138,9 @@ def stored(folder: Path, step: int) -> View:
         ("zero3", "gradients"),
         ("xla", "gradients"),
     ],
-    indirect=["run"],
 )
-def test_stop(kind: str, run: Run, tmp_path: Path) -> None:
-    out, err = run(tmp_path, kind)
+def test_stop(name: str, kind: str, run: Run, tmp_path: Path) -> None:
+    _, err = run(name, tmp_path, kind)
     error = err.splitlines()[-1]
     first, last = (BAD_STEP - 1) * GLOBAL_BATCH, BAD_STEP * GLOBAL_BATCH - 1
     what = "loss is" if kind == "loss" else "gradients are"
@@ -154,7 +151,7 @@ def test_stop(kind: str, run: Run, tmp_path: Path) -> None:
     assert all(np.isfinite(value).all() for value in stored(tmp_path, 2).values())
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    out, _ = run(tmp_path, kind, BAD_STEP)
+    out, _ = run(name, tmp_path, kind, BAD_STEP)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     told = out.splitlines()
     assert told[0].startswith(f"step {BAD_STEP}: samples {first} to {last}, learning rate ")
@@ -172,11 +169,11 @@ def test_stop(kind: str, run: Run, tmp_path: Path) -> None:
         assert told[-1].endswith("model.embed_tokens.weight")
 
 
-@on("full_shard, offload", "zero2, offload", "xla")
-def test_skip(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["full_shard, offload", "zero2, offload", "xla"])
+def test_skip(name: str, run: Run, tmp_path: Path) -> None:
     whole, legs = tmp_path / "whole", tmp_path / "legs"
     skip: dict[str, Any] = {"train__on_non_finite": "skip"}
-    _, err = run(whole, "loss", **skip)
+    _, err = run(name, whole, "loss", **skip)
     # On a busy machine there is another: steps wait for data.
     (warning,) = (line for line in err.splitlines() if line.startswith("warning: step "))
     assert warning.startswith(f"warning: step {BAD_STEP} (samples ")
@@ -186,34 +183,33 @@ def test_skip(run: Run, tmp_path: Path) -> None:
     rows = read_metrics(whole)
     assert [(row["step"], row["skipped_steps"]) for row in rows if "loss" in row] == [(5, 1), (6, 1)]
 
-    run(legs, "loss", **skip, train__stop_after=BAD_STEP - 1)
-    run(legs, "loss", **skip, train__stop_after=BAD_STEP)
+    run(name, legs, "loss", **skip, train__stop_after=BAD_STEP - 1)
+    run(name, legs, "loss", **skip, train__stop_after=BAD_STEP)
     before, after = stored(legs, BAD_STEP - 1), stored(legs, BAD_STEP)
     assert_same_bits(before, after)
     steps = {float(value) for name, value in after.items() if name.endswith(".step")}
     assert steps == {float(BAD_STEP - 1)}
     state = TrainerState.read(legs / "checkpoints" / f"step-{BAD_STEP:06d}")
     assert (state.step, state.samples, state.skipped_steps) == (BAD_STEP, BAD_STEP * GLOBAL_BATCH, 1)
-    run(legs, "loss", **skip)
+    run(name, legs, "loss", **skip)
     assert_same_bits(stored(whole, 6), stored(legs, 6))
     assert [row["skipped_steps"] for row in read_metrics(legs) if row["step"] == 6 and "loss" in row] == [1]
     assert all(np.isfinite(value).all() for value in stored(whole, 6).values())
     assert any(not np.array_equal(value, after[name]) for name, value in stored(whole, 6).items())
 
 
-@on("full_shard", "zero3", "xla")
-def test_too_many_in_a_row_end_the_run(run: Run, tmp_path: Path) -> None:
-    _, err = run(tmp_path, "loss", always=True, train__on_non_finite="skip", train__steps=30)
+@pytest.mark.parametrize("name", ["full_shard", "zero3", "xla"])
+def test_too_many_in_a_row_end_the_run(name: str, run: Run, tmp_path: Path) -> None:
+    _, err = run(name, tmp_path, "loss", bad=[], train__on_non_finite="skip", train__steps=30)
     error = err.splitlines()[-1]
     assert error.startswith("error: step 1 (samples 0 to 7): the loss is not finite, nor in the next 9 steps")
     newest = max(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
     assert newest < MAX_STREAK
 
 
-@on("full_shard")
 def test_a_replay_in_which_all_is_finite_says_so(run: Run, tmp_path: Path) -> None:
-    run(tmp_path, "loss", train__stop_after=2)
-    out, err = run(tmp_path, "loss", 2)
+    run("full_shard", tmp_path, "loss", train__stop_after=2)
+    out, err = run("full_shard", tmp_path, "loss", 2)
     assert "every loss and gradient is finite this time" in out
     assert "going from the start to step 2, which is number 2" in err
 

@@ -173,6 +173,7 @@ def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Pat
     assert left == [".step-000008.partial", "step-000004"]
     assert leg(folder, corpus, train__steps=12) == 0
     assert losses(folder) == losses(whole)
+    assert [row["step"] for row in read_metrics(folder) if "loss" in row] == list(range(1, 13))  # once each
     assert weights(folder) == weights(whole)
     assert not list((folder / "checkpoints").glob(".*"))
 

@@ -151,6 +151,15 @@ def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool
         assert "aten::mm" in names
 
 
+def test_a_run_too_short_for_a_trace_says_so(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_rank("cpu", configured(tmp_path, corpus, train__steps=2), profile=True) == 0
+    printed = capsys.readouterr()
+    assert "too few steps for one" in printed.out + printed.err
+    assert not (tmp_path / "profile").exists()
+
+
 # -- the terminal and the log ----------------------------------------------------------------------------
 
 
