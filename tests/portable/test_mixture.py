@@ -168,7 +168,8 @@ def test_a_run_of_texts_and_conversations(tmp_path: Path) -> None:
     evaluated = next(row for row in read_metrics(folder) if "eval_loss/texts" in row)
     assert {"eval_loss/chats", "eval_accuracy/texts"} <= evaluated.keys()
     heavier = [{**sources[0], "weight": 2}, sources[1]]
-    for changed in ({"data__sources": heavier}, {"data__weight_schedule": []}):
+    changes: tuple[dict[str, Any], ...] = ({"data__sources": heavier}, {"data__weight_schedule": []})
+    for changed in changes:
         with pytest.raises(UserError, match="other tokens, or in other shares"):
             run_rank("cpu", configured(folder, texts, **{**given, **changed}))
 
