@@ -21,10 +21,15 @@ from portable.config import RunConfig
 from portable.errors import UserError
 from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
-from tests.gpu.test_zero import zero_config
 from tests.parity import launched
 from tests.ranks import RankPool
-from tests.runs import TINY_MODEL
+from tests.runs import TINY_MODEL, configured
+
+
+def zero_config(folder: Path, corpus: Path, **settings: Any) -> RunConfig:
+    """Of two ranks, each takes two micro-batches a step."""
+    sizes = {"train__global_batch_size": 4, "train__micro_batch_size": 1}
+    return configured(folder, corpus, **{**sizes, **settings})
 
 
 @pytest.fixture(scope="module")
