@@ -74,7 +74,7 @@ _MACHINES: tuple[tuple[str, int, int], ...] = (
     ("v100-16", 16_384, 8),
     ("t4", 15_360, 4),
 )
-# MFU: whole runs at the low end, tables of short ones at the high end. tests/portable/test_planner.py has them.
+# MFU: whole runs at the low end, tables of short ones at the high end: tests/portable/test_planner.py
 _A100 = Reached((0.42, 0.58), "A100: Llama 2, TinyLlama, torchtitan")
 _H100 = Reached((0.31, 0.39), "H100: Llama 3, SmolLM3, torchtitan")
 _REACHED = {"a100": _A100, "a800": _A100, "h100": _H100, "h800": _H100, "h200": _H100, "gh200": _H100}
