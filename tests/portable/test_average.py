@@ -104,8 +104,8 @@ def test_the_average_moves_and_is_exported(corpus: Path, tmp_path: Path, engines
     given: dict[str, Any] = {
         **BATCH,
         "train__ema": DECAY,
-        "train__optimizer": "tests.portable.test_user_optimizer:Lion",
-        "train__learning_rate": 5e-3,
+        "train__optimizer": "torch.optim:NAdam(momentum_decay=0.004)",
+        "train__learning_rate": 1e-3,
         "checkpoint__export_ema": True,
     }
     assert leg(tmp_path / "whole", corpus, {**given, "strategy": "no_shard"}) == 0
