@@ -168,7 +168,7 @@ def smaller(page: Path, text: str) -> str:
 
 
 def test_what_is_made_smaller_is_there() -> None:
-    there = {name: ROOT.joinpath("docs" * (name != "README"), f"{name}.md").read_text() for name in SMALLER}
+    there = {page.stem: page.read_text("utf-8") for page in PAGES}
     assert all(shown in there[name] for name, pairs in SMALLER.items() for shown, _ in pairs)
 
 

@@ -175,8 +175,8 @@ _PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task
 def _check_keys(known: PretrainedConfig, given: Mapping[str, Any]) -> None:
     for key in given:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
-        exists = _has_setting(known, key) or _is_read(known, key)
-        if not (exists or _is_ignored(key, given[key]) or _is_generation_setting(key)):
+        taken = _has_setting(known, key) or _is_ignored(key, given[key]) or _is_generation_setting(key)
+        if not (taken or _is_read(known, key)):
             near = _nearest(key, known.to_dict())
             raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
 

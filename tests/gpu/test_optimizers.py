@@ -95,7 +95,7 @@ def test_a_masked_step_changes_nothing(name: str) -> None:
     rest = [p for p in parameters if p.ndim != 2]
     groups = [
         {"params": matrices, "weight_decay": 0.1, "matrices": True},
-        {"params": rest, "matrices": False},
+        {"params": rest, "weight_decay": 0.1, "matrices": False},
     ]
     optimizer: Any = MASKED[name](groups)
     for masked in [True, False, True]:

@@ -220,7 +220,8 @@ def test_losses_are_those_of_one_rank(
     norms = [[norm for _, norm in losses] for losses in (found, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=10 * case.within)
     if config.precision != "fp32":  # ranks in fp32 agree to 1e-6
-        assert any(abs(one - other) > 1e-5 for (one, _), (other, _) in zip(found, expected, strict=True))
+        least = 1e-4 if config.precision == "bf16" else 1e-5
+        assert any(abs(one - other) > least for (one, _), (other, _) in zip(found, expected, strict=True))
 
 
 @pytest.mark.exhaustive
