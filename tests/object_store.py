@@ -12,6 +12,8 @@ pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer so
 from __future__ import annotations
 
 import os
+import select
+import socket
 import threading
 import time
 import urllib.parse
@@ -296,6 +298,9 @@ class _Handler(Answers):
         fault = self.owner.fault(self.command, key, query)
         if fault and fault.delay:
             time.sleep(fault.delay)
+            if self._is_left():  # its sender was killed: nothing of it arrives in what came after
+                self.close_connection = True
+                return
         status, data = 0, b""
         headers: list[tuple[str, str]] = []
         if fault is None or fault.after or not (fault.status or fault.drop):
@@ -326,5 +331,14 @@ class _Handler(Answers):
             self.wfile.write(passed)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    def _is_left(self) -> bool:
+        """Whether the client has closed its connection."""
+        try:
+            return bool(select.select([self.connection], [], [], 0)[0]) and not self.connection.recv(
+                1, socket.MSG_PEEK
+            )
+        except ConnectionResetError:
+            return True
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
