@@ -152,16 +152,18 @@ EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+HYBRID = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
 DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
-    # Parts of no round size are gathered by a sum.
-    "full_shard, experts": ({"model__config": {**WIDE, **EXPERTS}}, 1, {"all-reduce"}),
-    "hybrid_shard, offloaded": (
-        {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, "memory__offload_params": "cpu"},
-        0,
+    "hybrid_shard, experts": (
+        {**HYBRID, "model__config": {**WIDE, **EXPERTS}},
+        1,
         {"all-gather", "all-reduce"},
     ),
 }
 MORE_DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
+    # Parts of no round size are gathered by a sum.
+    "full_shard, experts": ({"model__config": {**WIDE, **EXPERTS}}, 1, {"all-reduce"}),
+    "hybrid_shard, offloaded": ({**HYBRID, "memory__offload_params": "cpu"}, 0, {"all-gather", "all-reduce"}),
     "no_shard": ({"strategy": "no_shard"}, 4 / 3, {"all-reduce"}),
     "offload_optimizer": ({"memory__offload_optimizer": "cpu"}, 1, {"all-gather"}),
     "shared sequences": (
