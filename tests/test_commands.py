@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -48,35 +45,6 @@ def test_help_has_the_one_table_and_the_version_is_there(
         COMMANDS[module](["--version"])
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith("portable-trainer ")
-
-
-@pytest.mark.parametrize("module", ["converters.cli", "portable.cli"])
-def test_a_reader_that_has_gone_is_no_error(module: str) -> None:
-    """``portable-plan --help | head -1``, with a head that reads nothing."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; from {module} import main; sys.exit(main(['--help']))"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait() in (141, 0)  # argparse takes no notice of what it cannot print
-    process.stderr.close()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("module", ["portable.planner.cli"])
-def test_a_full_disk_behind_standard_output_is_told(module: str) -> None:
-    with Path("/dev/full").open("w") as full:
-        process = subprocess.run(
-            [sys.executable, "-c", f"import sys; from {module} import main; sys.exit(main(['--help']))"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert process.stderr.splitlines() == ["error: standard output: No space left on device"]
-    assert process.returncode == 1
 
 
 def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

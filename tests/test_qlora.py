@@ -152,20 +152,6 @@ def test_what_cannot_be_is_refused(
     assert refused({"adapter__base": "nf4", **settings}, tmp_path, corpus).startswith(message)
 
 
-def test_counts_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
-    """A quantized weight stands for all its elements."""
-    whole, part = (
-        prepare(
-            resolve(configured(tmp_path, corpus, **COMMON, adapter__base=base), "cpu"), create_backend("cpu")
-        )
-        for base in ("auto", "nf4")
-    )
-    assert (part.parameters, part.trained) == (whole.parameters, whole.trained)
-    assert part.flops_per_token == whole.flops_per_token
-    inside = sum(p.numel() * p.itemsize for p in part.model.model.layers.parameters() if not p.requires_grad)
-    assert inside < 0.6 * sum(p.numel() for p in whole.model.model.layers.parameters() if not p.requires_grad)
-
-
 def grown(config: RunConfig) -> tuple[int, int]:
     """How much this process grows while the engine gets its weights, and the bytes of its parameters."""
     backend = create_backend("cpu")

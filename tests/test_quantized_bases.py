@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from converters.cli import main as convert
-from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.engines import Engines
@@ -96,10 +95,3 @@ def test_an_adapter_merged_in_the_layout_of_its_base(bases: Path, corpus: Path, 
         found = merged(tokens).logits
     # Rounding to four bits takes some of what was learned.
     assert (found - tuned).abs().mean() < (before - tuned).abs().mean()
-
-
-def test_a_base_of_floats_has_no_layout(bases: Path, corpus: Path, tmp_path: Path) -> None:
-    settings = {**STEPS, "model__name_or_path": str(bases / "final"), "checkpoint__export": "like_base"}
-    with pytest.raises(UserError, match=r"checkpoint\.export: like_base: .*final: is not quantized"):
-        run_rank("cpu", configured(tmp_path / "run", corpus, **settings))
-    assert not (tmp_path / "run" / "checkpoints").exists()

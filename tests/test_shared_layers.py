@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from portable.adapters.assemble import looked_at
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard, shard_group_size
-from portable.engines.fsdp.tensor_parallel import average
 from portable.engines.machine import Machine
 from portable.errors import UserError, one_line
 from portable.model.loss import without_dropout
@@ -91,37 +88,6 @@ def test_a_checkpoint_has_what_one_rank_has(changed: dict[str, Any], beside: Bes
     one, found = (tmp_path / run / "checkpoints" / "step-000002" for run in ("one", "shared"))
     assert_same_view(view(found), view(one), 1e-3)
     assert convert([str(found), str(tmp_path / "out"), "--optimizer", "--verify"]) == 0
-
-
-def gradients_apart() -> list[float]:
-    """On a rank of four: the norm, and gradients of which two ranks have 1 and 3, whole ones and parts."""
-    dist.init_process_group("gloo")
-    try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        mine = 1.0 + 2 * (dist.get_rank() % 2)
-        parts: dict[str, tuple[torch.Tensor, list[Any]]] = {
-            "whole": (torch.full((2,), mine), [Shard(0), Replicate()]),
-            "of heads": (torch.full((1,), mine), [Shard(0), Replicate()]),
-            "columns": (torch.full((2, 1), 3.0), [Shard(0), Shard(1)]),
-            "copies": (torch.full((1, 3), 2.0), [Replicate(), Shard(0)]),
-        }
-        model = torch.nn.ParameterDict()
-        for name, (part, places) in parts.items():
-            model[name] = torch.nn.Parameter(DTensor.from_local(part, mesh, places, run_check=False))
-            model[name].grad = model[name].detach().clone()
-        average(model, {"of heads"})
-        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.items()}
-        norm: Any = torch.nn.utils.get_total_norm(gradients.values())
-        of_heads = gradients["of heads"].to_local()
-        return [float(norm.full_tensor()), *gradients["whole"].full_tensor().tolist(), float(of_heads)]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_what_ranks_have_whole_is_averaged_and_counts_once(ranks: RankPool) -> None:
-    norm, *whole, of_heads = ranks.run(4, gradients_apart)
-    assert (whole, of_heads) == ([2.0] * 4, 4.0)
-    assert norm == pytest.approx((4 * 2**2 + 2 * 4**2 + 8 * 3**2 + 6 * 2**2) ** 0.5)
 
 
 def test_nodes_smaller_than_the_ranks_that_share_a_layer_hold_one_copy_each() -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import kills
-from benchmarks.kills import KEEP, Attack, Conversions, Launch, Outcome, Run
+from benchmarks.kills import KEEP, Attack, Launch, Outcome, Run
 from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
 from tests.zygote import Zygote
@@ -46,18 +45,6 @@ def test_a_kill_in_the_middle_of_a_save(
     (outcome,) = json.loads(report.read_text())["runs"]
     assert [launch["kind"] for launch in outcome["launches"]] == ["saving"]
     assert outcome["equal"] and not outcome["broken"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("flags", [["--forks"], ["--bucket"]])
-def test_a_few_kills_of_every_sort(tmp_path: Path, flags: list[str]) -> None:
-    """Launchers on two ranks, to the end."""
-    report = tmp_path / "report.json"
-    arguments = ["--kills", "4", "--each", "2", "--engines", "no_shard", "--seed", "1", "--json", str(report)]
-    assert kills.main([*arguments, *flags]) == 0
-    outcomes = json.loads(report.read_text())["runs"]
-    assert [len(outcome["launches"]) for outcome in outcomes] == [4, 2]
-    assert all(outcome["equal"] and not outcome["broken"] for outcome in outcomes)
 
 
 @pytest.fixture
@@ -117,20 +104,3 @@ def test_another_loss_or_a_name_too_many_is_seen(tmp_path: Path, run: Run) -> No
     rows[0]["loss"] *= 1.001
     (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "losses differ by" in compared()
-
-
-def test_half_a_conversion_is_seen(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def written(conversions: Conversions, source: Path, to: str) -> None:
-        (tmp_path / "conversions" / "converted" / to).mkdir(exist_ok=True)
-        (tmp_path / "conversions" / "converted" / to / "config.json").write_text(source.name)
-
-    monkeypatch.setattr(Conversions, "_alone", written)
-    monkeypatch.setattr(Conversions, "_start", lambda *_: subprocess.Popen(["true"]))
-    outcome = Outcome("tried")
-    conversions = Conversions(tmp_path / "conversions", run, random.Random(0), outcome)
-    conversions.finish()
-    assert outcome.broken == []
-    for folder in conversions._out.values():
-        (folder / "config.json").write_text("half")
-    conversions.kill()
-    assert "neither the old nor the new" in outcome.broken[0]

@@ -194,18 +194,3 @@ def loop(trips: int, width: int, devices: int) -> bytes:
         computation(3, condition, [carried], flag, 23),
     ]
     return module(others, entry, [matrix], matrix, 5)
-
-
-def chain(width: int, length: int) -> bytes:
-    """Squares a matrix again and again, then needs every square, the last first."""
-    matrix = shape(width, width)
-    instructions = [op(1, "parameter", matrix, parameter_number=0)]
-    squares = [1]
-    for _ in range(length):
-        squares.append(len(instructions) + 1)
-        instructions.append(dot(squares[-1], matrix, squares[-2], squares[-2]))
-    last = squares[-1]
-    for square in reversed(squares):
-        instructions.append(dot(len(instructions) + 1, matrix, last, square))
-        last = len(instructions)
-    return module([], instructions, [matrix], matrix, last)

@@ -26,7 +26,7 @@ from tests.ranks import wait_for
 from tests.tpu import hlo_modules as hlo
 from tests.tpu.hlo_modules import field, varint
 from tpu.compile import compiler, trace
-from tpu.compile.compiler import compile_graphs, died, exhausted, find_library, refused
+from tpu.compile.compiler import compile_graphs, exhausted, find_library, refused
 from tpu.compile.hlo import Computation
 from tpu.compile.libtpu import compile_options
 from tpu.compile.messages import messages
@@ -67,14 +67,6 @@ def test_options_are_those_of_torch_xla() -> None:
 
 
 # -- slices ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ALL)
-def test_each_slice_has_its_devices(device: str) -> None:
-    for chips in GENERATIONS[device].slices:
-        found = Slice(device, chips)
-        assert find_slice(device, found.devices, None) == found
-        assert find_slice(device, found.devices, chips) == found
 
 
 @pytest.mark.parametrize(
@@ -291,20 +283,6 @@ def test_one_line_of_an_account_of_memory() -> None:
     )
 
 
-def test_one_line_of_a_dead_compiler() -> None:
-    log = "W0000 00:00:1.2 3 a.cc:4] noise\nF0000 00:00:1755.25  913 hlo.cc:528] Check failed: a == b\n***"
-    assert died(-6, ["step"], log) == (
-        "--compile: libtpu ended by SIGABRT while it compiled step: hlo.cc:528] Check failed: a == b; try "
-        "another libtpu"
-    )
-    assert died(-9, ["a", "b"], log) == (
-        "--compile: libtpu's process was killed while it compiled b; the host may be out of memory"
-    )
-    assert died(3, [], "") == (
-        "--compile: libtpu ended with exit code 3 as it started: it left no message; try another libtpu"
-    )
-
-
 def graph(**sizes: Any) -> CompiledGraph:
     usual = dict.fromkeys(
         ("argument_bytes", "output_bytes", "alias_bytes", "temporary_bytes", "code_bytes", "flops"), 0
@@ -443,15 +421,6 @@ def test_what_does_not_compile(library: compiler.Library, tmp_path: Path) -> Non
     )
     with pytest.raises(UserError, match=r"^--compile: v5e:3x3: "):
         compile_graphs(written(tmp_path, step=hlo.added(8)), Slice("v5e", "3x3"), library, NEVER)
-
-
-@pytest.mark.exhaustive  # five seconds of a compiler that tries to make it fit
-def test_the_largest_value_is_named(library: compiler.Library, tmp_path: Path) -> None:
-    graphs = written(tmp_path, step=hlo.chain(49152, 2))
-    (problem,) = compile_graphs(graphs, Slice("v5e", "1x1"), library, NEVER).problems
-    assert re.search(
-        r", the largest value is \w+\[49152,49152\] \(.* GiB\) of aten__mm at llama.py:12$", problem
-    )
 
 
 def test_a_compiler_that_dies(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity import Steps, take_steps
 from tests.promises import record
-from tests.runs import TINY_MODEL, configured, write_labelled
+from tests.runs import TINY_MODEL, configured
 from tests.xla import XlaPool
 
 STEPS = 6
@@ -259,16 +259,6 @@ def test_follows_the_cpu_backend(
     steps, truth = on_xla(xla, 4, tmp_path, corpus, **ONE_LAYER, **settings), on_cpu(**ONE_LAYER)
     assert_close(steps, truth, 1e-2)
     assert steps.losses != truth.losses  # it was rounded
-
-
-def test_labels_that_are_numbers(on_cpu: Callable[..., Steps], tmp_path: Path, xla: XlaPool) -> None:
-    source = write_labelled(tmp_path, 80)
-    settings = {**MODELS["bert"], "model__task": "sequence-classification", "data__label_field": "number"}
-    truth = on_cpu(source, **settings)
-    steps = on_xla(xla, 4, tmp_path, source, **settings)
-    assert steps.losses == pytest.approx(truth.losses, rel=1e-5)
-    assert steps.norms == pytest.approx(truth.norms, rel=1e-4)
-    assert_frugal(steps, {"step": 1})
 
 
 def test_dropout_recomputes_what_was_dropped(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:

@@ -100,27 +100,6 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
     assert "graph 3 of the step" in value and "a scalar on the host that is now exactly 0 or 1" in value
 
 
-def graphs_beside_a_pending_tensor(config: RunConfig) -> dict[str, int]:
-    """The graphs of two steps, where something that came before has not been computed."""
-    import torch_xla.runtime as xr
-
-    xr.use_spmd()
-    pending = torch.rand(3, device="xla") + 1
-    with opened(config) as trial:
-        trial.step()
-        trial.step()
-        assert pending.shape == (3,)
-        graphs: dict[str, int] = trial.engine.graphs.distinct
-        return graphs
-
-
-def test_what_came_before_is_no_part_of_the_first_graph(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    # Of a width that no other test has: with a cached graph there would be nothing to count.
-    settings: dict[str, Any] = {**ONE_LAYER, "train__micro_batch_size": 1, "data__seq_len": 10}
-    config = configured(tmp_path, corpus, backend="xla", **settings)
-    assert xla.run(2, graphs_beside_a_pending_tensor, config) == {"micro-batch": 1, "update": 1}
-
-
 def reports_of_looking_models(config: RunConfig) -> list[str]:
     """What is said of a model that looks at the values of its input, over three steps."""
     from tpu.xla.graphs import Graphs
@@ -171,12 +150,6 @@ def test_what_no_gradient_reaches_stays(micro_batch: int, tmp_path: Path, corpus
     settings = {**ONE_LAYER, "train__micro_batch_size": micro_batch, "train__weight_decay": 0.5}
     config = configured(tmp_path, corpus, backend="xla", **settings)
     assert xla.run(4, odd_state, config) == (1.0, 0.0, 7)
-
-
-def test_a_rule_that_matches_nothing_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding={"no_such_name": 0})
-    with pytest.raises(RankError, match="'no_such_name' matches no parameter"):
-        xla.run(4, leg, config)
 
 
 def save_as_a_host(folder: Path) -> None:
@@ -312,16 +285,6 @@ def test_without_torch_xla_there_is_one_line_with_the_install_command(
     assert "pip install 'portable-trainer[xla]'" in line
 
 
-@pytest.mark.usefixtures("not_imported")
-def test_another_release_of_torch_is_refused_with_the_install_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    installed = {"torch": "2.13.0", "torch_xla": "2.9.0"}
-    monkeypatch.setattr(metadata, "version", lambda name: installed[name.replace("-", "_")])
-    line = refusal(command_line(["--backend", "xla"]))
-    assert "torch 2.13.0 and torch_xla 2.9" in line and "pip install 'portable-trainer[xla]'" in line
-
-
 REFUSED = [
     ({"strategy": "zero2"}, "strategy zero2 is DeepSpeed's"),
     ({"precision": "fp16"}, "precision: fp16 does not run on xla"),
@@ -338,24 +301,6 @@ REFUSED = [
     ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual devices"),
     ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is not a regular expression"),
 ]
-
-
-def where_graphs_are_kept() -> list[Path | None]:
-    """For the three kinds of setting, as on a TPU; the runtime itself has none here."""
-    from tpu.xla import backend, runtime
-
-    found: list[Path | None] = [backend._compilation_cache("auto")]
-    on_tpu, runtime.on_tpu = runtime.on_tpu, lambda: True
-    found += [backend._compilation_cache(setting) for setting in ("auto", "none", "/kept/here")]
-    runtime.on_tpu = on_tpu
-    return found
-
-
-def test_graphs_are_kept_on_a_tpu(xla: XlaPool) -> None:
-    here, auto, none, folder = xla.run(4, where_graphs_are_kept)
-    assert here is None and none is None
-    assert auto is not None and auto.parts[-2:] == ("portable-trainer", "xla")
-    assert folder == Path("/kept/here")
 
 
 def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
@@ -382,9 +327,18 @@ def test_a_deepspeed_file_is_ignored(tmp_path: Path, corpus: Path, xla: XlaPool)
     assert code == 0 and "note: deepspeed.config has no effect: DeepSpeed does not run on backend xla" in told
 
 
-def test_a_rule_that_does_not_fit_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding={"norm": 0, "k_proj": 5})
-    with pytest.raises(RankError, match=r"'k_proj' cannot shard dim 5 of .*k_proj.* null to replicate it"):
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"no_such_name": 0}, "'no_such_name' matches no parameter"),
+        ({"norm": 0, "k_proj": 5}, r"'k_proj' cannot shard dim 5 of .*k_proj.* null to replicate it"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused(
+    rules: dict[str, int], said: str, tmp_path: Path, corpus: Path, xla: XlaPool
+) -> None:
+    config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding=rules)
+    with pytest.raises(RankError, match=said):
         xla.run(4, leg, config)
 
 

@@ -182,15 +182,6 @@ def test_a_spot_pod(tmp_path: Path) -> None:
     ]
 
 
-def test_runtime_versions() -> None:
-    for kind, version in (
-        ("v4-32", "tpu-ubuntu2204-base"),
-        ("v5p-8", "v2-alpha-tpuv5"),
-        ("v6e-4", "v2-alpha-tpuv6e"),
-    ):
-        assert f"--version={version}" in printed("create", *VM, "--type", kind)[0].split()
-
-
 def test_a_clone_is_installed_from_its_last_commit() -> None:
     lines = printed("install", *VM)
     folder = "/tmp/portable-trainer.XXXXXX"  # which mktemp makes for nobody else

@@ -11,7 +11,6 @@ import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from portable.config import RunConfig
-from portable.errors import UserError
 from portable.run.rank import run_rank
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import PAIRS, pairs
@@ -165,12 +164,6 @@ def entry_parameter_bytes(module: bytes, devices: int) -> int:
             tiled = unread.get(40, b"").startswith(b"\x08\x03")  # a sharding of type OTHER
             total += instruction.bytes // (devices if tiled else 1)
     return total
-
-
-def test_refuses_what_a_run_refuses(tmp_path: Path, corpus: Path) -> None:
-    config = configured(tmp_path / "run", corpus, backend="xla", train__optimizer="adamw_8bit")
-    with pytest.raises(UserError, match=r"^train\.optimizer: adamw_8bit"):
-        trace_graphs(config, 4, tmp_path)
 
 
 def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> None:
