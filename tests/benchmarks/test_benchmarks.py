@@ -15,12 +15,11 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import convert, gpu, plan, train_overhead
+from benchmarks import convert, gpu, train_overhead
 from benchmarks.__main__ import PROGRAMS
 from benchmarks.convert import COPY
 from benchmarks.harness import Result, check_losses, table
 from benchmarks.train_overhead import BASELINE, SAME_LOSS
-from portable.planner.memory_model import Setting
 from tests.ranks import RankPool
 
 
@@ -161,17 +160,3 @@ def test_loops_of_zero_take_the_same_steps(strategy: str, count: int, offload: b
     for name in ("portable-train", "bare, again"):
         assert results[name].turn_losses == pytest.approx(bare.turn_losses, rel=1e-5)
     assert table(list(results.values()), zero.BASELINE).count("\n") == 4
-
-
-@pytest.mark.exhaustive
-def test_figures_of_plans_are_measured_and_put_into_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "SETTINGS", (Setting("no_shard"), Setting("full_shard")))
-    monkeypatch.setattr(plan, "LENGTH", 32)
-    page = tmp_path / "strategies.md"
-    page.write_text("\n".join(("before", *plan.MARKS, "after")))
-    assert plan.main(["--family", "bert", "--docs", str(page)]) == 0
-    head, _, *rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if "|" in line]
-    assert head[2:] == ["`no_shard`", "`full_shard`"]
-    assert [row[:2] for row in rows] == [["bert", "none"], ["bert", "full"]]

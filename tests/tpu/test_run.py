@@ -100,29 +100,6 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
     assert "graph 3 of the step" in value and "a scalar on the host that is now exactly 0 or 1" in value
 
 
-def reports_of_looking_models(config: RunConfig) -> list[str]:
-    """What is said of a model that looks at the values of its input, over three steps."""
-    from tpu.xla.graphs import Graphs
-
-    def look(_: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        largest = int(named["input_ids"].max())
-        return arguments, {**named, "input_ids": named["input_ids"].clamp(max=largest)}
-
-    said: list[str] = []
-    with opened(config) as trial:
-        trial.engine.graphs = Graphs(said.append)
-        trial.engine.model.register_forward_pre_hook(look, with_kwargs=True)
-        for _ in range(3):
-            trial.step()
-    return said
-
-
-def test_a_model_that_looks_at_values_is_reported_once(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    config = configured(tmp_path, corpus, backend="xla", **ONE_LAYER)
-    said = xla.run(4, reports_of_looking_models, config)
-    assert len([line for line in said if "reads tensor values" in line]) == 1
-
-
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
     from tpu.xla.saving import staged_shards
