@@ -6,8 +6,8 @@
            pip install -c constraints-xla.txt -e '.[test-xla]'. Without it they are left out
 
 The static checks (ruff, mypy, import-linter, the generated pages, budget.toml) run beside the tests.
-Several processes share the tests; -n0, or tests that are named, run in one. .durations.json records where the
-time went. The exit code is 0 only where every check passed. pytest's own options: python -m pytest --help
+Several processes share the tests; -n0, or tests that are named, run in one. The end lists the longest tests.
+The exit code is 0 only where every check passed. pytest's own options: python -m pytest --help
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
-
-from tests import durations
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,7 +67,7 @@ def pytest_command(arguments: list[str]) -> list[str]:
     named = any(not argument.startswith("-") for argument in rest)
     alone = named or any(argument.startswith(("-n", "-s", "--pdb")) for argument in rest)
     spread = [] if alone else [f"-n{processes()}", "--no-loadscope-reorder"]
-    return ["-m", "pytest", "-m", " and ".join(marks), *spread, *rest]
+    return ["-m", "pytest", "-m", " and ".join(marks), "--durations=10", *spread, *rest]
 
 
 def processes() -> int:
@@ -111,20 +109,6 @@ def run(name: str, command: list[str], *, aside: bool = False) -> Result:
     return result
 
 
-def record(results: list[Result], seconds: float) -> None:
-    """Add the checks, and the time of the whole, to what the tests left in the record."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    durations.write(
-        {
-            "seconds": round(seconds, 1),
-            "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-            "checks": {result.name: round(result.seconds, 1) for result in results},
-            **durations.read(),
-        }
-    )
-    print(f"processor time {usage.ru_utime + usage.ru_stime:.0f} s; by test in {durations.RECORD.name}")
-
-
 def main(arguments: list[str]) -> int:
     """Run all checks, also after one has failed, and close with a line on each."""
     if {"--help", "-h"} & set(arguments):
@@ -143,9 +127,9 @@ def main(arguments: list[str]) -> int:
         tests = run("pytest", pytest_command(arguments))
         results = [*(check.result() for check in static), tests]
     good = all(result.passed for result in results)
-    seconds = time.monotonic() - start
-    record(results, seconds)
-    print(f"\n{'ALL PASSED' if good else 'FAILED'} in {seconds:.0f} s: ", end="")
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = f"{time.monotonic() - start:.0f} s ({usage.ru_utime + usage.ru_stime:.0f} s of processors)"
+    print(f"\n{'ALL PASSED' if good else 'FAILED'} in {seconds}: ", end="")
     print(", ".join(str(result) for result in results if good or not result.passed))
     return 0 if good else 1
 

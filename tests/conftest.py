@@ -23,7 +23,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import tests.no_collections  # noqa: F401  (first; until the tests are collected)
 from tests import forkserver, ops, order
-from tests.durations import Durations, starting
 from tests.engines import Engines
 from tests.object_store import ObjectStore
 from tests.ranks import PRELOADED, RankPool
@@ -56,14 +55,13 @@ STARTS |= {"adapters", "damaged", "deepspeed_parallel", "deepspeed_written", "un
 STARTS |= {"written_megatron", "written_ranks", "written_universal"}
 """Fixtures that start processes or train whole runs, also for samples: a test that asks for one is slow."""
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text("utf-8").split())
-"""The other functions whose cases together took more than a second, by ``.durations.json``."""
+"""The other functions whose cases together took more than a second, by ``--durations=0``."""
 
 LARGE = "large(*packages): needs packages too large for the extra `test`; left out where one is not installed"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", LARGE)
-    config.pluginmanager.register(Durations(getattr(config, "workeroutput", None)))
     if hasattr(config, "workerinput"):
         forkserver.connect(config.workerinput["forkserver"])
 
@@ -120,8 +118,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.importorskip("deepspeed")
         if mark.args[0] == "async_io" and not ops.libaio():
             pytest.skip("the system has no libaio")
-        with starting(f"DeepSpeed's {mark.args[0]}"):
-            ops.build(mark.args[0])
+        ops.build(mark.args[0])
 
 
 @pytest.fixture(scope="session")
@@ -201,8 +198,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def object_store() -> Iterator[ObjectStore]:
     """A real S3 server behind a proxy that counts and fails; tests take `s3`."""
     pytest.importorskip("moto")
-    with starting("object store"):
-        store = ObjectStore()
+    store = ObjectStore()
     yield store
     store.close()
 

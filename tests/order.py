@@ -1,16 +1,10 @@
-"""Which tests xdist gives to one process together, and in which order: what takes longest goes first.
-
-The last record tells which, or the list below.
-"""
+"""Which tests xdist gives to one process together, and in which order: what takes longest goes first."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from xdist.scheduler import LoadScopeScheduling
-
-from tests import durations
 
 if TYPE_CHECKING:
     import pytest
@@ -41,7 +35,7 @@ FIRST: tuple[str, ...] = (
     "tests/converters/test_mutations.py",
     "tests/tpu/test_planned_steps.py",
 )
-"""The groups that take longest, where no record of all groups says which."""
+"""The groups that take longest, by the sums of ``--durations=0``."""
 
 
 def group_of(nodeid: str) -> str:
@@ -61,12 +55,7 @@ class InGroups(LoadScopeScheduling):  # type: ignore[misc]
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
     """``items`` by group, the longest first, otherwise as they were."""
-    groups: dict[str, list[Any]] = {}
+    groups: dict[str, list[Any]] = {name: [] for name in FIRST}
     for item in items:
         groups.setdefault(group_of(item.nodeid), []).append(item)
-    seconds: dict[str, float] = defaultdict(float)
-    for name, test in durations.read().get("tests", {}).items():
-        seconds[group_of(name)] += durations.seconds_of(test)
-    if not groups.keys() <= seconds.keys():  # of another environment, or of a few tests
-        seconds = {**dict.fromkeys(groups, 0.0), **{name: 1e6 - at for at, name in enumerate(FIRST)}}
-    return [item for group in sorted(groups, key=lambda group: -seconds[group]) for item in groups[group]]
+    return [item for group in groups.values() for item in group]

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock, patch
 
-from tests.durations import starting
 from tests.forkserver import write_where_parent_does
 
 GRACE = 10.0  # seconds that the others have to notice that a rank has failed
@@ -106,8 +105,7 @@ class RankPool:
             RankError: with the traceback of the first rank that failed.
         """
         if len(self._ranks) < world_size:
-            with starting("ranks"):
-                self._start(world_size - len(self._ranks))
+            self._start(world_size - len(self._ranks))
         port = free_port()
         waiting: dict[Connection, int] = {}
         for rank, (connection, _) in enumerate(self._ranks[:world_size]):

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from tests.durations import starting
 from tests.ranks import RankError, serve
 
 NEEDS_XLA = "needs torch_xla: run the tests of the XLA environment (python -m tests --xla)"
@@ -78,11 +77,10 @@ class XlaPool:
         worker = tuple(sorted(variables.items()))
         with self._starting:
             if worker not in self._workers:
-                with starting(f"XLA on {devices} devices"):
-                    if self._parent is None:
-                        self._parent = self._start()
-                    self._workers[worker] = self._unused.pop()
-                    self._ask(worker, os.getpid, (), timeout)
+                if self._parent is None:
+                    self._parent = self._start()
+                self._workers[worker] = self._unused.pop()
+                self._ask(worker, os.getpid, (), timeout)
         return self._ask(worker, function, arguments, timeout)
 
     def _ask(

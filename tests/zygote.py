@@ -50,8 +50,6 @@ class Zygote:
     def __init__(self, folder: Path) -> None:
         import multiprocessing
 
-        from tests.durations import starting
-
         self.folder = folder
         address = f"\0{folder}"  # of Linux's own kind, which leaves no file
         for name in PROGRAMS:
@@ -62,9 +60,8 @@ class Zygote:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen()
-        with starting("zygote"):
-            self._process = multiprocessing.get_context("forkserver").Process(target=serve, args=(listener,))
-            self._process.start()
+        self._process = multiprocessing.get_context("forkserver").Process(target=serve, args=(listener,))
+        self._process.start()
         listener.close()
 
     @property

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.durations import starting
-
 
 def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Path], None]) -> Path:
     """The folder ``name`` that ``fill`` has filled.
@@ -30,8 +28,7 @@ def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Pa
         if not done.exists():
             shutil.rmtree(out, ignore_errors=True)  # what a worker left that was killed
             out.mkdir()
-            with starting(name):
-                fill(out)
+            fill(out)
             done.touch()
     return out
 
