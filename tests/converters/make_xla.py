@@ -76,7 +76,6 @@ class Run:
     scalar: bool = True
     frozen: bool = True
     groups: str = "one"
-    dtype: torch.dtype = torch.float32
     build: Callable[[], Any] | None = None
     """A transformers model to take in place of `Odd`."""
 
@@ -110,9 +109,6 @@ def decayed(name: str) -> bool:
 def trained(rank: int, run: Run) -> Any:
     """(model, optimizer) of one rank after a step."""
     model = wrapped(rank, run)
-    if run.dtype != torch.float32:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(run.dtype)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or run.groups == "one"]
     chosen: Any = [p for _, p in named]
     if run.groups == "trainer":
@@ -124,8 +120,7 @@ def trained(rank: int, run: Run) -> Any:
     noise = torch.Generator().manual_seed(100 + rank)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            grad = torch.randn(parameter.shape, generator=noise)
-            parameter.grad = grad.to(parameter.dtype).to(parameter.device)
+            parameter.grad = torch.randn(parameter.shape, generator=noise).to(parameter.device)
     optimizer.step()
     torch_xla.sync()
     return model, optimizer
@@ -221,33 +216,23 @@ def free(rank: int, world: int) -> list[str]:
     return [f"piece.{'abcd'[world - 1 - rank]}.pt"]
 
 
-def spmd(out: Path, name: str, *, primed: bool) -> None:
+def spmd(out: Path) -> None:
     """One process over four devices, saved by torch's DCP with torch_xla's planner."""
     torch.manual_seed(0)
     model: Any = Odd(scalar=False)
     model.frozen.requires_grad_(False)
-    if primed:  # sharded by hand, over two dimensions
-        mesh = xs.Mesh(np.arange(4), (2, 2), ("data", "fsdp"))
-        model = model.to("xla")
-        inner = model
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                xs.mark_sharding(parameter, mesh, ("fsdp", "data"))
-    else:
 
-        def shard_output(output: Any, mesh: Any) -> None:
-            xs.mark_sharding(output, mesh, ("fsdp", None, None))
+    def shard_output(output: Any, mesh: Any) -> None:
+        xs.mark_sharding(output, mesh, ("fsdp", None, None))
 
-        mesh = xs.Mesh(np.arange(4), (4,), ("fsdp",))
-        wrap = partial(SpmdFullyShardedDataParallel, mesh=mesh, shard_output=shard_output)
-        model.layers[1] = wrap(model.layers[1])
-        model = wrap(model)
-        inner = model._orig_module
+    mesh = xs.Mesh(np.arange(4), (4,), ("fsdp",))
+    wrap = partial(SpmdFullyShardedDataParallel, mesh=mesh, shard_output=shard_output)
+    model.layers[1] = wrap(model.layers[1])
+    model = wrap(model)
+    inner = model._orig_module
     inner.lm_head.weight = inner.embed_tokens.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
-    if primed:
-        xc.prime_optimizer(optimizer)
-    for step in range(0 if primed else 2):
+    for step in range(2):
         tokens = torch.arange(step, step + 8).reshape(4, 2).to("xla")
         model(tokens).square().sum().backward()
         optimizer.step()
@@ -255,7 +240,7 @@ def spmd(out: Path, name: str, *, primed: bool) -> None:
     torch_xla.sync()
     xm.wait_device_ops()
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    storage = FileSystemWriter(out / name)
+    storage = FileSystemWriter(out / "spmd")
     dcp_save(state, storage_writer=storage, planner=xc.SPMDSavePlanner(), no_dist=True)
     named = {id(p): plain(key) for key, p in model.named_parameters()}
     ref = {
@@ -266,7 +251,7 @@ def spmd(out: Path, name: str, *, primed: bool) -> None:
         },
         "groups": [{**optimizer.state_dict()["param_groups"][0], "params": list(named.values())}],
     }
-    torch.save(ref, out / f"{name}.ref.pt")
+    torch.save(ref, out / "spmd.ref.pt")
 
 
 def main(out: Path) -> None:
@@ -277,8 +262,7 @@ def main(out: Path) -> None:
 
 def all_spmd(out: Path) -> None:
     xr.use_spmd()
-    spmd(out, "spmd", primed=False)
-    spmd(out, "spmd-primed", primed=True)
+    spmd(out)
 
 
 def all_fsdp(out: Path) -> None:
@@ -291,7 +275,6 @@ def all_fsdp(out: Path) -> None:
         "each1": Run(1, free),
         "dim3": Run(3, free, {"shard_param_on_dim_0": True}, scalar=False),
         "trainer3": Run(3, trainer, frozen=False, groups="trainer"),
-        "bf16": Run(3, example, nested=False, dtype=torch.bfloat16),
     }
     for name, run in runs.items():
         write(out, name, run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -20,7 +19,6 @@ from converters.cli import main
 from converters.formats.dcp.checksums import CHECKSUMS
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
-from converters.writers import torchzip_writer
 from tests.converters.compare import (
     assert_model,
     assert_optimizer,
@@ -142,32 +140,6 @@ def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("type", "holds a tensor of the element type float8_e4m3fnuz, which is not supported"),
-        (
-            "class",
-            "holds the Python object tests.converters.test_dcp.Smaller, which is not on the allow-list",
-        ),
-    ],
-)
-def test_tensors_of_other_types_are_refused_as_such(tmp_path: Path, change: str, told: str) -> None:
-    """An element type is no Python object, and a subclass that stores fewer bytes is no damage."""
-    value = torch.ones(3000)
-    made = value.to(torch.float8_e4m3fnuz) if change == "type" else value.as_subclass(Smaller)
-    dcp_save({"model": {"a": made, "b": value}}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointError, match=told.replace(".", r"\.")):
-        open_checkpoint(tmp_path)
-
-
-class Smaller(torch.Tensor):
-    """A tensor that pickles itself as something else, as those of torchao do."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Smaller, (torch.ones(1),)
-
-
 # -- its sharded safetensors ---------------------------------------------------------------------------------
 
 
@@ -217,17 +189,6 @@ def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Pat
     assert_optimizer(again, reference)
     assert "lm_head.weight" in again.aliases
     assert_model(again, reference["model"])
-
-
-def test_values(tmp_path: Path) -> None:
-    value: dict[str, Any] = {"a": [1, -1, 255, 256, -(1 << 40), 1 << 62, 0.5, True, None], "é": ("x", {}, [])}
-    path = tmp_path / "v.pt"
-    (data,) = torchzip_writer.saved(value)
-    assert isinstance(data, bytes)
-    path.write_bytes(data)
-    assert torch.load(path, weights_only=True) == value
-    with pytest.raises(TypeError):
-        torchzip_writer.pickle(object())
 
 
 # -- with checksums: damage that DCP's own records do not show is refused ------------------------------------
@@ -283,16 +244,3 @@ def test_damaged_checksums_are_refused(runs: list[Path]) -> None:
     del told["items"]["__0_0.distcp"]
     (run / CHECKSUMS).write_text(json.dumps(told))
     assert "no item" in refused(run)
-
-
-def test_only_whole_shards_get_checksums(runs: list[Path], tmp_path: Path) -> None:
-    os.truncate(runs[0] / "__0_0.distcp", 100)
-    with pytest.raises(CheckpointError, match="__0_0"):
-        item_checksums(runs[0], [("__0_0.distcp", 0, 1200)])
-    with pytest.raises(CheckpointError, match="__1_0"):
-        item_checksums(runs[0], [("__1_0.distcp", 0, 1200)])
-    with pytest.raises(CheckpointError, match="no DCP metadata"):
-        add_checksums(tmp_path)
-    add_checksums(runs[1])
-    with pytest.raises(FileExistsError):
-        add_checksums(runs[1])

@@ -71,16 +71,6 @@ def test_loads_in_the_type_that_was_asked_for(
     }
 
 
-def test_a_type_that_is_right_or_not_ours_to_say_stays_as_it_is(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "in")
-    path = tmp_path / "in" / "config.json"
-    right = path.read_text() + "\n\n"
-    for text in (right, json.dumps({**json.loads(right), "dtype": "float16", "quantization_config": {}})):
-        path.write_text(text)
-        assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--overwrite", "--quiet"]) == 0
-        assert (tmp_path / "out" / "config.json").read_text() == text
-
-
 def test_parts_of_a_config_name_the_type_too(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"

@@ -195,22 +195,14 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
 
     tensor = torch.randn(2)
     assert "before 1.6" in said({"a": tensor}, _use_new_zipfile_serialization=False)
-    assert "a single tensor" in said(tensor)
-    assert "a list" in said([tensor])
     assert "holds no tensors" in said({"a": 1})
     assert "DeepSpeed" in said({"module": {"a": tensor}, "ds_version": "0.19"})
-    assert "without a model" in said(torch.optim.SGD([tensor]).state_dict())
     assert "torch.nn.modules.linear.Linear" in said(nn.Linear(2, 2))
     assert "_rebuild_sparse" in said({"a": torch.eye(2).to_sparse()})
-    assert "_rebuild_meta" in said({"a": torch.empty(2, device="meta")})
-    assert "datetime" in said({"a": tensor, "when": __import__("datetime").timedelta(1)})
     conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
     assert "holds a lazily conjugated or negated tensor; save it after" in said({"a": conjugate})
-    assert "the element type float8_e4m3fnuz, which is" in said({"a": tensor.to(torch.float8_e4m3fnuz)})
-    assert "ComplexDoubleStorage" in said({"a": tensor.to(torch.complex128)})
     assert "'model.b' is a numpy array; save it as" in said({"model": {"a": tensor, "b": np.ones(2)}})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
-    assert "one rank's part" in said({"a": tensor}, "layer_00-model_00-model_states.pt")
     loop: dict[str, Any] = {"a": tensor}
     loop["loop"] = loop
     assert "contains itself" in said(loop)
@@ -218,23 +210,6 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     for _ in range(12):
         wide = [wide] * 12
     assert "is too large" in said({"a": wide})
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_several_models_of_accelerate(safe: bool, tmp_path: Path) -> None:
-    """Each converts by its file; the folder is refused."""
-    from accelerate.checkpointing import save_accelerator_state
-
-    states = [{"weight": torch.full((2, 2), float(value))} for value in (1, 2)]
-    save_accelerator_state(str(tmp_path), states, [], [], [], 0, 0, safe_serialization=safe)
-    names = (
-        ["model.safetensors", "model_1.safetensors"] if safe else ["pytorch_model.bin", "pytorch_model_1.bin"]
-    )
-    with pytest.raises(CheckpointError, match=f"several models, {names[0]} and {names[1]}; give the file"):
-        open_checkpoint(tmp_path)
-    for name, state in zip(names, states, strict=True):
-        read = open_checkpoint(tmp_path / name).tensors["weight"].read()
-        assert np.array_equal(read, state["weight"].numpy())
 
 
 def test_folders_that_leave_a_choice(tmp_path: Path) -> None:
@@ -304,13 +279,6 @@ def test_index_keyed_optimizers_get_names_when_only_one_order_fits(
     assert_optimizer(open_checkpoint(tmp_path), live(model, optimizer))
 
 
-def test_rows_and_columns_do_not_tell_the_shape(tmp_path: Path) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = stepped(model, kind=torch.optim.Adafactor)
-    save_run(tmp_path, model, optimizer)
-    assert_optimizer(open_checkpoint(tmp_path), live(model, optimizer))
-
-
 def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: Path) -> None:
     pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     pair[0].requires_grad_(False)  # or was it pair[1]?
@@ -348,12 +316,9 @@ def test_optimizers_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "in no group" in said(lambda s: s["param_groups"][0]["params"].pop())
-    assert "distinct" in said(lambda s: s["param_groups"][0]["params"].append(0))
-    assert "not a table" in said(lambda s: s["state"].update({0: []}))
     assert "neither a tensor nor a number" in said(lambda s: s["state"][0].update(history=[1]))
     assert "shape" in said(lambda s: s["state"][0].update(exp_avg_sq=torch.zeros(2)))
     assert "not an optimizer" in said(lambda s: s.pop("state"))
-    assert "not an optimizer" in said(lambda s: s.update(param_groups=[1]))
 
 
 def test_fp8_with_its_scales_passes_through(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from converters import CheckpointError, Tensor
-from converters.containers.pickle_reader import Instance, inert_members, members_of, plain, unpickle
+from converters.containers.pickle_reader import inert_members, members_of, plain, unpickle
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from converters.storage.folder import Folder
 from converters.tensors.tensor import Box
@@ -132,14 +132,6 @@ def test_no_other_attribute_is_read(data: bytes) -> None:
             standins={**TORCH_STANDINS, "builtins.getattr": _READS},
             prefixes=("torch.distributed.checkpoint.",),
         )
-
-
-def test_prefixes_make_inert_instances() -> None:
-    data = pickle.dumps(Evil(collections.Counter, {"a": 1}))
-    made = unpickle(data, where="f", standins={}, prefixes=("collections.",))
-    assert isinstance(made, Instance)
-    assert made.key == "collections.Counter"
-    assert made.args == ({"a": 1},)
 
 
 BOMBS = {

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from converters.cli import main
 from converters.options import FORMS
-from converters.tensors.quantized import small_floats
 from tests.converters.compare import error_of
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -201,24 +198,6 @@ def test_like_a_base(form: str, tmp_path: Path) -> None:
     assert described == settings and set(found) == set(tensors)
     for name, value in tensors.items():
         assert torch.equal(raw(found[name]), raw(value)), name
-
-
-@pytest.mark.parametrize(
-    ("exponent", "mantissa", "kind"),
-    [(4, 3, ml_dtypes.float8_e4m3fn), (5, 2, ml_dtypes.float8_e5m2), (2, 1, ml_dtypes.float4_e2m1fn)],
-)
-def test_floats_of_few_bits(exponent: int, mantissa: int, kind: Any) -> None:
-    """Each code, each middle between two codes, and the floats beside these, rounded as ml_dtypes does."""
-    codes = np.arange(1 << (exponent + mantissa), dtype=np.uint8).view(kind).astype(np.float32)
-    codes = codes[np.isfinite(codes)]
-    exact = np.concatenate([codes, (codes[1:] + codes[:-1]) / 2])
-    beside = [np.nextafter(exact, np.float32(end), dtype=np.float32) for end in (0, np.inf)]
-    values = np.concatenate([exact, *beside, np.random.default_rng(0).normal(size=999).astype(np.float32)])
-    values = np.concatenate([values, -values])
-    values = values[np.abs(values) <= codes.max()]
-    mask = np.uint8((2 << (exponent + mantissa)) - 1)
-    made = small_floats(values, exponent, mantissa)
-    assert np.array_equal(made, values.astype(kind).view(np.uint8) & mask)
 
 
 QUANTIZED = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
