@@ -1,9 +1,7 @@
 """Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
 
-Some runs are put through DeepSpeed's own `ds_to_universal`, below `universal/`.
-Ranks are forked from one process that has imported DeepSpeed. Each checkpoint folder lies beside
-`<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}` with full tensors, gathered
-from the live run through DeepSpeed's own accessors.
+Some runs are put through DeepSpeed's own `ds_to_universal`, below `universal/`. Beside each lies
+`<name>.<step>.ref.pt`: what `make_dcp.py` has there, through DeepSpeed's own accessors.
 """
 
 from __future__ import annotations

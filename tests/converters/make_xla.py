@@ -1,10 +1,8 @@
 """Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, beside their values.
 
 torch_xla trains several FSDP v1 ranks only on a TPU, but one process can build each rank's model in turn,
-step its optimizer on made-up gradients, and save its file. SPMD is one process over virtual devices, and
-another one: torch_xla cannot do both.
-Each checkpoint lies beside `<name>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}`, put
-together from the live shards; `peer` holds what torch_xla's own consolidation makes of the files.
+step its optimizer on made-up gradients, and save its file. In `<name>.ref.pt`, `peer` holds what torch_xla's
+own consolidation makes of the files.
 """
 
 from __future__ import annotations

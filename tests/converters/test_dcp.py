@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, item_checksums, open_checkpoint, write_shard_checksums
 from converters.cli import main
-from converters.formats.dcp.checksums import CHECKSUMS
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
 from tests.converters.compare import (
@@ -24,7 +22,6 @@ from tests.converters.compare import (
     assert_optimizer,
     assert_state,
     bits,
-    everything,
     live,
     load,
     refused,
@@ -48,14 +45,7 @@ def test_cuts_along_other_dimensions(written: Path) -> None:
     reference = load(written / "grid4.ref.pt")["model"]
     checkpoint = open_checkpoint(written / "grid4")
     assert_model(checkpoint, reference)
-    rng = np.random.default_rng(0)
-    for name, value in reference.items():
-        tensor = checkpoint.tensors[name]
-        assert len(tensor.boxes) > 1
-        whole = tensor.read()
-        for _ in range(50):
-            index = tuple(slice(*sorted(rng.integers(0, size + 1, 2).tolist())) for size in value.shape)
-            assert np.array_equal(tensor.read(index), whole[index])
+    assert all(len(tensor.boxes) > 1 for tensor in checkpoint.tensors.values())
 
 
 def test_tied_names_follow_config_and_values(written: Path, tmp_path: Path) -> None:
@@ -194,53 +184,17 @@ def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Pat
 # -- with checksums: damage that DCP's own records do not show is refused ------------------------------------
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
-    """Two runs of one model: the same layout to the byte, other values."""
-    for name in ("one", "other"):
-        state = {"model": {"w": torch.randn(64, 3), "b": torch.randn(5)}, "step": 3}
-        dcp_save(state, checkpoint_id=tmp_path / name, no_dist=True)
-    return [tmp_path / "one", tmp_path / "other"]
-
-
-def add_checksums(folder: Path) -> None:
-    """Record the checksums of a folder, as its writer would have."""
-    items: dict[str, dict[str, int]] = {}
-    for entry in read_metadata(Folder(folder)).values():
-        for item in entry.items.values() if isinstance(entry, TensorEntry) else (entry.item,):
-            (checksum,) = item_checksums(folder, [(item.file, item.offset, item.length)])
-            items.setdefault(item.file, {})[str(item.offset)] = checksum
-    write_shard_checksums(folder, items)
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_file_of_another_run_is_refused(runs: list[Path], name: str) -> None:
-    """Nothing shows it without checksums."""
-    (runs[1] / ".metadata").write_bytes((runs[1] / ".metadata").read_bytes().replace(b"1.0.0", b"1.0.1"))
-    for run in runs:
-        add_checksums(run)
-    one, other = ((run / name).read_bytes() for run in runs)
-    (runs[0] / name).write_bytes(other)
-    (runs[1] / name).write_bytes(one)
-    for run in runs:
-        assert "from another save" in refused(run) and name in refused(run)
-
-
-def test_damaged_checksums_are_refused(runs: list[Path]) -> None:
-    (run, _) = runs
-    good = everything(open_checkpoint(run))
-    add_checksums(run)
-    text = (run / CHECKSUMS).read_bytes()
-    for at in range(len(text) - 1):
-        (run / CHECKSUMS).write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
-        try:
-            assert everything(open_checkpoint(run)) == good
-        except CheckpointError as error:
-            assert str(run) in str(error)
-    for other in ("", "[]", "{}", '{"version": 1}', '{"version": 1, "metadata": {}, "items": {"a": 3}}'):
-        (run / CHECKSUMS).write_text(other)
-        refused(run)
-    told = json.loads(text)
-    del told["items"]["__0_0.distcp"]
-    (run / CHECKSUMS).write_text(json.dumps(told))
-    assert "no item" in refused(run)
+def test_a_file_of_another_run_is_refused(tmp_path: Path, name: str) -> None:
+    """Nothing shows it without checksums: the same layout to the byte, other values."""
+    for version, run in ((b"1.0.0", tmp_path / "one"), (b"1.0.1", tmp_path / "other")):
+        dcp_save({"model": {"w": torch.randn(64, 3)}}, checkpoint_id=run, no_dist=True)
+        (run / ".metadata").write_bytes((run / ".metadata").read_bytes().replace(b"1.0.0", version))
+        entry = read_metadata(Folder(run))["model.w"]
+        assert isinstance(entry, TensorEntry)
+        (item,) = entry.items.values()
+        (checksum,) = item_checksums(run, [(item.file, item.offset, item.length)])
+        write_shard_checksums(run, {item.file: {str(item.offset): checksum}})
+    assert open_checkpoint(tmp_path / "one").tensors["w"].read().any()
+    shutil.copy(tmp_path / "other" / name, tmp_path / "one" / name)
+    assert "from another save" in (said := refused(tmp_path / "one")) and name in said

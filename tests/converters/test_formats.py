@@ -16,10 +16,7 @@ import pytest
 import torch
 
 from converters import open_checkpoint
-from converters.formats import formats
-from converters.options import WRITERS
 from tests.converters.compare import assert_model, assert_optimizer, load, refused, rewrite
-from tests.converters.samples import all_samples
 
 XLA = pytest.mark.xla
 
@@ -127,14 +124,6 @@ class Evil:
         return open, ("/nonexistent/owned", "w")
 
 
-def zero(content: Any) -> Any:
-    return content["ds_config"]["zero_optimization"]
-
-
-def mapping(content: Any) -> Any:
-    return content["optimizer_state_dict"]["param_slice_mappings"][0]
-
-
 def optim(content: Any) -> Any:
     return content["optimizer_state_dict"]
 
@@ -143,47 +132,23 @@ def state(content: Any) -> Any:
     return content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
 
 
-def groups(content: Any) -> Any:
-    return content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
-
-
-def fragments(content: Any) -> Any:
-    return content["frozen_param_fragments"]
-
-
 def reverse(shapes: Any) -> None:
     for index, group in enumerate(shapes):
         shapes[index] = dict(reversed(group.items()))
 
 
-def shape(content: Any, name: str, size: tuple[int, ...]) -> None:
-    content["param_shapes"][0][name] = torch.Size(size)
-
-
-def shorten(flats: Any) -> None:
-    flats[0] = flats[0].detach()[:-1].clone()
-
-
-def info(content: Any) -> Any:
-    return content["universal_checkpoint_info"]
-
-
-def parameter(content: Any, name: str) -> Any:
-    return info(content)["affine_map"]["params"][f"^{name}$"]
-
-
-def piece(content: Any, name: str, rank: int) -> Any:
-    return parameter(content, name)["ranks"][rank]["pieces"][0]
+def piece(content: Any) -> Any:
+    """Where AutoTP's map says that a parameter's part on the second rank lies."""
+    table = content["universal_checkpoint_info"]["affine_map"]["params"]
+    return table[r"^odd_proj\.weight$"]["ranks"][1]["pieces"][0]
 
 
 MP0, MP1 = ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
-ODD = r"odd_proj\.weight"
 
 
 UP = "_fsdp_wrapped_module.layers.0._fsdp_shard_FSDP_SHARD_SEPARATOR__fsdp_wrapped_module" + "".join(
     f"_FSDP_SHARD_SEPARATOR_{part}" for part in ("_fpw_module", "up", "weight")
 )
-BUFFER = "_fsdp_wrapped_module.tracked"
 HEAD, SUFFIX = UP.rsplit(".", 1)
 
 
@@ -228,14 +193,9 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda m: m.__dict__.update(storage_meta=Evil()), r"io\.open"),
         ],
         # torch's consolidation writes zeros for a missing shard without a word
-        ("safetensors/consolidated", f"sharded/{SHARDS[0]}"): [(None, "shard 00001, model 00001")],
-        ("safetensors/consolidated", f"sharded/{SHARDS[1]}"): [(None, "shard 00002, model 00001")],
         ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
         ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
             (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers"),
-        ],
-        ("safetensors/two-files", "shard-00002-model-00001-of-00002.safetensors"): [
-            (None, "shard 00002, model 00001 is missing"),
         ],
     },
     "deepspeed_written": {
@@ -243,35 +203,31 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: c.update(ds_version="0.0.1"), "ds_version"),
             (lambda c: c["ds_config"].update(seed=1), "ds_config"),
             (lambda c: optim(c).update(group_paddings=[4]), "differ in size"),
-            (lambda c: mapping(c).popitem(), "param_slice_mappings"),
-            (lambda c: setattr(next(iter(mapping(c).values())), "start", 3), "mappings"),
+            (lambda c: optim(c)["param_slice_mappings"][0].popitem(), "param_slice_mappings"),
             (lambda c: state(c)["step"].add_(1), "step"),
             (lambda c: state(c).update(exp_avg=torch.zeros(7)), "lengths"),
             (lambda c: state(c).update(exp_avg=state(c)["exp_avg_sq"]), "share bytes"),
-            (lambda c: groups(c)[0].update(lr=1.0), "param_groups"),
+            (lambda c: optim(c)["base_optimizer_state"]["param_groups"][0].update(lr=1.0), "param_groups"),
             (lambda c: c.update(evil=Evil()), r"io\.open"),
         ],
         ("zero2-fp32-3", MP0): [
             (lambda c: c.update(dp_world_size=4), "world size of 4"),
             (lambda c: reverse(c["param_shapes"]), "not at the position|param_slice_mappings disagree"),
             (lambda c: c["module"]["big.bias"].add_(1), "big.bias|is not"),
-            (lambda c: shape(c, "big.bias", (18,)), "319"),
         ],
         ("zero3-fp32-2", OPTIM): [
             (lambda c: optim(c).update(partition_count=3), "partition_count"),
-            (lambda c: shorten(optim(c)["fp32_flat_groups"]), "elements"),
         ],
         ("zero3-fp32-2", OPTIM.replace("optim", "model")): [
             (lambda c: reverse(c["param_shapes"]), "param_shapes"),
             (lambda c: c.update(global_steps=9), "global_steps"),
-            (lambda c: fragments(c).popitem(), "frozen"),
+            (lambda c: c["frozen_param_fragments"].popitem(), "frozen"),
         ],
         ("zero3-fp32-2", "*model_states.pt"): [
             (lambda c: c.update(global_steps=9), "is at step 9, the optimizer states are at step 2"),
         ],
         ("zero3-fp32-2", "*"): [
-            (lambda c: zero(c).update(mics_shard_size=4), "MiCS.* not supported"),
-            (lambda c: zero(c).update(zero_quantized_nontrainable_weights=True), "quantized.* not supported"),
+            (lambda c: c["ds_config"]["zero_optimization"].update(mics_shard_size=4), "MiCS.* not supported"),
         ],
         ("zero2-fp32-3", "*optim_states.pt"): [
             (lambda c: optim(c).update(partition_count=1 << 60), r"rank 3 are missing"),
@@ -291,28 +247,22 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     },
     "deepspeed_parallel": {
         ("autotp-zero2-4", MP1): [
-            (None, "tensor parallel rank 1 are missing, of 2"),
             (lambda c: c["module"]["scale"].add_(1), "scale.*copies of it differ"),
             (lambda c: c.update(mp_world_size=3), "parallel degrees are 2 and 1 of 3"),
         ],
         ("autotp-zero2-4", MP0): [
             (lambda c: c.pop("universal_checkpoint_info"), "do not say how"),
-            (lambda c: piece(c, ODD, 1)["source"].__setitem__(0, 6), "odd_proj"),
+            (lambda c: piece(c)["source"].__setitem__(0, 6), "odd_proj"),
         ],
         ("pipeline-fp32-4", "layer_01-model_states.pt"): [
-            (None, "1.up.weight' is missing"),
             (lambda c: c["up.bias"].add_(1), "1.up.bias' differs"),
         ],
         ("pipeline-fp32-4", "layer_00-model_states.pt"): [
             (lambda c: c["weight"].add_(1), "words.weight' differs"),
         ],
-        ("pipeline-fp32-4", MP1): [(None, "pipeline parallel rank 1 are missing, of 2")],
         ("pipeline-fp32-4", MP0): [
             (lambda c: c.update(module={}), "pipeline parallel, unlike"),
             (lambda c: c.pop("param_shapes"), "in bf16 without ZeRO are not supported"),
-        ],
-        ("experts-zero1-4", "layer_0_expert_3_mp_rank_00_model_states.pt"): [
-            (None, r"experts\.3.*is missing"),
         ],
         ("experts-zero1-4", "layer_1_expert_2_mp_rank_00_model_states.pt"): [
             (
@@ -331,7 +281,10 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v.pop("optimizer"), "states of rank 2 are missing"),
             (lambda v: v["optimizer"]["state"].pop(0), "another run or step"),
             (lambda v: v["optimizer"]["state"][0].pop("exp_avg"), "not a tensor"),
-            (lambda v: v["model"].update({BUFFER: torch.ones(3)}), "differs from rank 0"),
+            (
+                lambda v: v["model"].update({"_fsdp_wrapped_module.tracked": torch.ones(3)}),
+                "differs from rank",
+            ),
             (lambda v: v["model"].update({"evil": Evil()}), r"io\.open"),
             (lambda v: v["shard_metadata"].update(world_size=5), "is rank 2 of 5"),
             (lambda v: v["optimizer"]["state"][0]["step"].fill_(2.0), "another run or step"),
@@ -348,7 +301,6 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
         ("each4", "*00000001-of*"): [
             (lambda v: shard(v).update(_orig_size=[13, 7]), "differently"),
-            (None, "states of rank 1 are missing"),
         ],
         ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
             ("each4/ckpt_rank-00000002-of-00000004.pth", "unlike its name"),
@@ -359,7 +311,6 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     },
     "written_ranks": {
         ("fsdp2-3", "model_world_size_3_rank_1.pt"): [
-            (None, r"rank 1 are missing \(1 of 3\)"),
             ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is"),
         ],
         ("fsdp2-3", "model_world_size_2_rank_0.pt"): [
@@ -370,10 +321,6 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
     },
     "written_universal": {
-        ("zero2-bf16-2", "zero/big.bias/exp_avg.pt"): [(None, "exp_avg.pt: missing")],
-        ("sub-groups-3", "zero/big.bias/fp32.pt"): [
-            (None, "fp32.pt: missing"),
-        ],
         ("sub-groups-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [
             (None, "rank 1 are missing"),
             (
@@ -506,11 +453,3 @@ def test_the_snippet_runs(
     exec(compile(code, "docs/formats.md", "exec"), {})
     assert "torch 1\nlayer.weight F32 (3, 5)\n" in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "out").tensors["layer.weight"].dtype == "BF16"
-
-
-def test_every_format_has_its_row_and_its_sample() -> None:
-    names = {known.name for known in formats()}
-    rows = [row for row in re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) if row != "--to"]
-    assert set(rows) == names | set(WRITERS)
-    assert all(rows.count(name) == 2 + (name in WRITERS) for name in names)
-    assert names - {sample.format for sample in all_samples()} == set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,6 @@ transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft's, of which there are many
 
 ANY = "all-linear"
-EXHAUSTIVE = pytest.mark.exhaustive
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -214,55 +212,6 @@ def test_tokens_alone_of_tied_embeddings(kind: str, named: list[str] | None, tmp
     pair = Pair(tmp_path, model, config)
     assert_same_logits(pair.merge(), pair.trained)
     assert "lm_head.weight" not in load_file(pair.out / "model.safetensors")
-
-
-def random_adapter(seed: int) -> tuple[str, bool, Any]:
-    """(model type, whether its embeddings are tied, settings), many of them about the embeddings.
-
-    The head of phi has a bias, which peft's layer with trained tokens leaves out.
-    """
-    rng = random.Random(seed)
-    kind = rng.choice(["llama", "opt", "phi", "gemma", "qwen3", "mixtral"])
-    linear = ["v_proj", "fc1"] if kind in ("opt", "phi") else ["q_proj", "k_proj"]
-    embeddings = [[], ["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]]
-    first, second = [3, 7, 20], [5, 9]
-    tokens = [None, first, {"embed_tokens": first, "lm_head": second}, {"lm_head": second}]
-    targets = [rng.choice(linear), *rng.choice(embeddings)]
-    return (
-        kind,
-        rng.random() < 0.7,
-        lora(
-            target_modules=targets,
-            use_dora=rng.random() < 0.4,
-            use_rslora=rng.random() < 0.3,
-            bias=rng.choice(["none", "all", "lora_only"]),
-            alpha_pattern=rng.choice([{}, {linear[0]: 7}]),
-            rank_pattern=rng.choice([{}, {"lm_head": 2}, {targets[0]: 1}]),
-            ensure_weight_tying=rng.random() < 0.5,
-            modules_to_save=rng.choice([None, None, None, *embeddings[1:]]),
-            trainable_token_indices=rng.choice([None, *tokens]),
-        ),
-    )
-
-
-# The seeds that are always run are of adapters that peft can load.
-SEEDS = [0, 2, 3, 5, 15, 18, 21, 25, 31, 40, 257]
-
-
-@pytest.mark.parametrize(
-    "seed", [*SEEDS, *(pytest.param(at, marks=EXHAUSTIVE) for at in range(300) if at not in SEEDS)]
-)
-def test_any_adapter_is_merged_as_peft_loads_it(seed: int, tmp_path: Path) -> None:
-    kind, tied, config = random_adapter(seed)
-    model = tiny_model(kind, tie_word_embeddings=tied)
-    shake(model)  # also the biases, which begin as zeros
-    try:
-        pair = Pair(tmp_path, model, config)
-        reloaded = peft.PeftModel.from_pretrained(pair.load(pair.base), pair.adapter).eval()
-        reloaded(torch.arange(12)[None])
-    except (TypeError, ValueError, AttributeError) as error:
-        pytest.skip(f"peft cannot: {error}")
-    assert_same_logits(pair.merge(), reloaded)
 
 
 def assert_same_logits(ours: Any, theirs: Any) -> None:

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from converters import CheckpointError, open_checkpoint
-from converters.cli import main
 from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
 from tests.converters.compare import (
     assert_model,
     assert_optimizer,
     assert_state,
-    bits,
     load,
 )
 from tests.ranks import RankPool
@@ -55,25 +52,13 @@ def test_a_metadata_file_from_each_rank(peers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_same_as_torch_and_accelerate_merge(peers: Path, tmp_path: Path, version: int) -> None:
-    from accelerate.utils import merge_fsdp_weights
-
+def test_the_same_as_torch_merges(peers: Path, tmp_path: Path, version: int) -> None:
     step = peers / f"fsdp{version}-sharded"
-    assert main([str(step), str(tmp_path / "ours"), "--quiet", "--optimizer", "--verify"]) == 0
-    ours = load_file(tmp_path / "ours" / "model.safetensors")
     dcp_to_torch_save(step / "pytorch_model_fsdp_0", tmp_path / "model.pt")
-    theirs = load(tmp_path / "model.pt")["model"]
     checkpoint = open_checkpoint(step)
-    assert_model(checkpoint, theirs)
-    assert set(ours) == set(theirs) - set(checkpoint.aliases)
-    assert all(bits(ours[name]) == bits(theirs[name]) for name in ours)
+    assert_model(checkpoint, load(tmp_path / "model.pt")["model"])
     dcp_to_torch_save(step / "optimizer_0", tmp_path / "optimizer.pt")
-    state = load(tmp_path / "optimizer.pt")["optimizer"]
-    assert_state(checkpoint, state["state"])
-    merge_fsdp_weights(str(step / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert all(bits(merged[name]) == bits(value) for name, value in ours.items() if name in merged)
-    assert set(merged) | set(checkpoint.aliases) >= set(ours)
+    assert_state(checkpoint, load(tmp_path / "optimizer.pt")["optimizer"]["state"])
 
 
 HEADS = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}

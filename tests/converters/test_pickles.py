@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from converters import CheckpointError, Tensor
+from converters import CheckpointError, open_checkpoint
 from converters.containers.pickle_reader import inert_members, members_of, plain, unpickle
-from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
-from converters.storage.folder import Folder
-from converters.tensors.tensor import Box
+from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from tests.converters.compare import assert_same
 
 
@@ -231,24 +229,13 @@ def test_what_libraries_write_is_within_the_bounds() -> None:
 # -- torch.save's zips ---------------------------------------------------------------------------------------
 
 
-def opened(path: Path, offset: int = 0, length: int | None = None) -> TorchZip:
-    return TorchZip(Folder(path.parent).file(path.name), offset, length)
-
-
-def tensor(stored: Any) -> Tensor:
-    assert isinstance(stored, StoredTensor)
-    zeros = (0,) * len(stored.shape)
-    return Tensor("t", stored.dtype, stored.shape, [Box(zeros, stored.shape, stored.view)])
-
-
 def test_without_checksums(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(5)}, tmp_path / "a.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    root = opened(tmp_path / "a.pt").load()
-    assert_same(tensor(root["a"]), torch.arange(5))
+    assert_same(open_checkpoint(tmp_path / "a.pt").tensors["a"], torch.arange(5))
 
 
 EMPTY = pickle.dumps({}, 2)
@@ -268,18 +255,18 @@ EMPTY = pickle.dumps({}, 2)
 def test_other_zips_are_refused(
     tmp_path: Path, members: list[tuple[str, bytes]], compression: int, told: str
 ) -> None:
-    with zipfile.ZipFile(tmp_path / "a", "w", compression) as made:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", compression) as made:
         for member, data in members:
             made.writestr(member, data)
     with pytest.raises(CheckpointError, match=told):
-        opened(tmp_path / "a").load()
+        open_checkpoint(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("data", [b"PK\3\4", b"", b"hello, world" * 10])
 def test_what_is_no_zip_is_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "other").write_bytes(data)
+    (tmp_path / "other.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="other"):
-        opened(tmp_path / "other")
+        open_checkpoint(tmp_path / "other.pt")
 
 
 def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,19 +274,18 @@ def test_zip64_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Python does so, but for the last record, whose fields are full where the values are elsewhere.
     """
-    torch.save(torch.arange(4), tmp_path / "a.pt")
+    torch.save({"a": torch.arange(4)}, tmp_path / "a.pt")
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 0)
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for info in old.infolist():
             new.writestr(info.filename, old.read(info))
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
     (tmp_path / "b.pt").write_bytes((tmp_path / "b.pt").read_bytes()[: -len(end)] + end)
-    assert_same(tensor(opened(tmp_path / "b.pt").load()), torch.arange(4))
+    assert_same(open_checkpoint(tmp_path / "b.pt").tensors["a"], torch.arange(4))
 
 
 def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
-    value = torch.arange(4)
-    torch.save(value, tmp_path / "a.pt")
+    torch.save({"a": torch.arange(4)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as made:
         members = {info.filename: made.read(info) for info in made.infolist()}
     members["a/data.pkl"] = members["a/data.pkl"].replace(b"K\x04\x85", b"K\x05\x85")
@@ -307,4 +293,4 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
         for name, data in members.items():
             made.writestr(name, data)
     with pytest.raises(CheckpointError, match=r"data\.pkl: not a readable pickle"):
-        opened(tmp_path / "b.pt").load()
+        open_checkpoint(tmp_path / "b.pt")

@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import open_checkpoint, write_safetensors
 
-ROWS, WIDTH, CUTS = 2, 8, 2
-
 
 def dcp(folder: Path, files: int, tensors: int) -> bytes:
-    """Each tensor is cut along its rows and dealt out to the rank files; the bytes of the last."""
-    values = torch.arange(ROWS * WIDTH, dtype=torch.float32).reshape(ROWS, WIDTH)
-    torch.save(values, stream := BytesIO())
-    piece, filled = stream.getvalue(), Counter[str]()
-    properties, size = TensorProperties(), torch.Size((ROWS * CUTS, WIDTH))
-    described: dict[str, Any] = {}
-    stored: dict[Any, Any] = {}
-    for i in range(tensors):
-        chunks = []
-        for cut in range(CUTS):
-            name, offsets = f"__{(i * CUTS + cut) % files}_0.distcp", torch.Size((cut * ROWS, 0))
-            chunks.append(ChunkStorageMetadata(offsets, values.shape))
-            index = MetadataIndex(f"model.layers.{i}.weight", offsets, cut)
-            stored[index] = _StorageInfo(name, filled[name] * len(piece), len(piece))
-            filled[name] += 1
-        described[index.fqn] = TensorStorageMetadata(properties, size, chunks)
-    for name, count in filled.items():
-        (folder / name).write_bytes(piece * count)
-    paths: Any = {key: tuple(key.split(".", 1)) for key in described}
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, paths, stored)))
-    return values.numpy().tobytes() * CUTS
+    """A file for each tensor; the bytes of the last."""
+    state = {f"layers.{i}.weight": torch.arange(16.0) + i for i in range(tensors)}
+    writer = FileSystemWriter(folder, single_file_per_rank=False)
+    dcp_save({"model": state}, storage_writer=writer, no_dist=True)
+    assert len(list(folder.iterdir())) == files
+    return state[f"layers.{tensors - 1}.weight"].numpy().tobytes()
 
 
 def zero3(folder: Path, ranks: int, tensors: int) -> bytes:
@@ -105,7 +79,7 @@ def functions_called(body: Callable[[], None]) -> int:
 
 
 # The maker, and two numbers of (files, tensors).
-GROWING = {"dcp": (dcp, (20, 100), (80, 400)), "zero3": (zero3, (8, 50), (32, 50))}
+GROWING = {"dcp": (dcp, (101, 100), (401, 400)), "zero3": (zero3, (8, 50), (32, 50))}
 
 
 @pytest.mark.parametrize("kind", GROWING)

@@ -98,6 +98,3 @@ def test_the_kernel_copies_until_it_cannot(
     piece.write(b"tail")
     piece.finish()
     assert (tmp_path / "file").read_bytes() == b"head" + DATA[1000:901_000] + b"tail"
-
-
-# -- jobs on threads -----------------------------------------------------------------------------------------

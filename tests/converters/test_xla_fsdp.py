@@ -51,6 +51,3 @@ def test_trainer_folder(written_xla: Path, tmp_path: Path) -> None:
     for rank in range(3):
         (folder / f"rank{rank}-of-3-optimizer.pt").unlink()
     assert open_checkpoint(folder).optimizer is None
-
-
-# -- pyTorch/XLA SPMD checkpoints: torch's DCP as torch_xla's planner fills it, against the live tensors ----
