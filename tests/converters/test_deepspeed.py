@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,19 +98,10 @@ def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
 # -- files that do not belong together -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def copy(deepspeed_written: Path, tmp_path: Path) -> Callable[[str], Path]:
-    def make(name: str) -> Path:
-        target = tmp_path / name
-        shutil.copytree(deepspeed_written / name / "global_step2", target)
-        return target
-
-    return make
-
-
 @pytest.mark.parametrize("name", ["zero2-fp32-3", "zero3-bf16-3"])
-def test_files_of_another_step(deepspeed_written: Path, copy: Callable[[str], Path], name: str) -> None:
-    step, later = copy(name), deepspeed_written / name / "global_step3"
+def test_files_of_another_step(deepspeed_written: Path, tmp_path: Path, name: str) -> None:
+    run = deepspeed_written / name
+    step, later = shutil.copytree(run / "global_step2", tmp_path / name), run / "global_step3"
     good = everything(open_checkpoint(step))
     names = sorted(path.name for path in step.iterdir())
     mixtures = [[file] for file in names]

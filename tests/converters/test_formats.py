@@ -195,7 +195,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         # torch's consolidation writes zeros for a missing shard without a word
         ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
         ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
-            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers"),
+            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers")
         ],
     },
     "deepspeed_written": {
@@ -215,25 +215,23 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: reverse(c["param_shapes"]), "not at the position|param_slice_mappings disagree"),
             (lambda c: c["module"]["big.bias"].add_(1), "big.bias|is not"),
         ],
-        ("zero3-fp32-2", OPTIM): [
-            (lambda c: optim(c).update(partition_count=3), "partition_count"),
-        ],
+        ("zero3-fp32-2", OPTIM): [(lambda c: optim(c).update(partition_count=3), "partition_count")],
         ("zero3-fp32-2", OPTIM.replace("optim", "model")): [
             (lambda c: reverse(c["param_shapes"]), "param_shapes"),
             (lambda c: c.update(global_steps=9), "global_steps"),
             (lambda c: c["frozen_param_fragments"].popitem(), "frozen"),
         ],
         ("zero3-fp32-2", "*model_states.pt"): [
-            (lambda c: c.update(global_steps=9), "is at step 9, the optimizer states are at step 2"),
+            (lambda c: c.update(global_steps=9), "is at step 9, the optimizer states are at step 2")
         ],
         ("zero3-fp32-2", "*"): [
-            (lambda c: c["ds_config"]["zero_optimization"].update(mics_shard_size=4), "MiCS.* not supported"),
+            (lambda c: c["ds_config"]["zero_optimization"].update(mics_shard_size=4), "MiCS.* not supported")
         ],
         ("zero2-fp32-3", "*optim_states.pt"): [
-            (lambda c: optim(c).update(partition_count=1 << 60), r"rank 3 are missing"),
+            (lambda c: optim(c).update(partition_count=1 << 60), r"rank 3 are missing")
         ],
         ("zero2-4", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"): [
-            (None, r"rank 3 are missing \(1 of 4\)"),
+            (None, r"rank 3 are missing \(1 of 4\)")
         ],
         ("zero2-bf16-2", FOURTH): [(f"zero2-4/global_step2/{FOURTH}", "had 2 ranks")],
         ("zero2-fp32-3", "mp_rank_01_model_states.pt"): [(b"", "tensor parallel")],
@@ -241,7 +239,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("zero2-fp32-3", "expert_0_mp_rank_00_model_states.pt"): [(b"", "expert parallel")],
         ("zero2-fp32-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [(b"", "two runs")],
         ("zero2-fp32-3", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"): [
-            (b"", "two runs|are both of rank"),
+            (b"", "two runs|are both of rank")
         ],
         ("zero2-fp32-3", "zero_pp_rank_00_mp_rank_00_optim_states.pt"): [(b"", "are both of rank")],
     },
@@ -255,10 +253,10 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda c: piece(c)["source"].__setitem__(0, 6), "odd_proj"),
         ],
         ("pipeline-fp32-4", "layer_01-model_states.pt"): [
-            (lambda c: c["up.bias"].add_(1), "1.up.bias' differs"),
+            (lambda c: c["up.bias"].add_(1), "1.up.bias' differs")
         ],
         ("pipeline-fp32-4", "layer_00-model_states.pt"): [
-            (lambda c: c["weight"].add_(1), "words.weight' differs"),
+            (lambda c: c["weight"].add_(1), "words.weight' differs")
         ],
         ("pipeline-fp32-4", MP0): [
             (lambda c: c.update(module={}), "pipeline parallel, unlike"),
@@ -271,7 +269,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             ),
         ],
         ("experts-zero2-4", MP0): [
-            (lambda c: c["ds_config"].pop("use_data_before_expert_parallelism"), "ds_config"),
+            (lambda c: c["ds_config"].pop("use_data_before_expert_parallelism"), "ds_config")
         ],
     },
     "written_xla": {
@@ -299,9 +297,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v["optimizer"]["state"][0].update(exp_avg=torch.ones(3)), "does not fit"),
             (lambda v: v["optimizer"]["param_groups"][0]["params"].pop(), "in no group"),
         ],
-        ("each4", "*00000001-of*"): [
-            (lambda v: shard(v).update(_orig_size=[13, 7]), "differently"),
-        ],
+        ("each4", "*00000001-of*"): [(lambda v: shard(v).update(_orig_size=[13, 7]), "differently")],
         ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
             ("each4/ckpt_rank-00000002-of-00000004.pth", "unlike its name"),
             ("flat3/ckpt_rank-00000001-of-00000003.pth", "unlike its name"),
@@ -311,13 +307,13 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     },
     "written_ranks": {
         ("fsdp2-3", "model_world_size_3_rank_1.pt"): [
-            ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is"),
+            ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is")
         ],
         ("fsdp2-3", "model_world_size_2_rank_0.pt"): [
-            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs"),
+            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs")
         ],
         ("fsdp2-2", "model_world_size_2_rank_1.pt"): [
-            (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another"),
+            (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another")
         ],
     },
     "written_universal": {
@@ -335,14 +331,14 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v["param"].detach().add_(1), "values differ from"),
         ],
         ("sub-groups-3", "zero/big.weight/exp_avg_sq.pt"): [
-            (lambda v: v.mul_(2), "values differ from zero/optimizer_state.pt"),
+            (lambda v: v.mul_(2), "values differ from zero/optimizer_state.pt")
         ],
         ("zero2-bf16-2", "zero/big.weight/step.pt"): [(lambda v: v.add_(5), "big.weight")],
         ("zero2-bf16-2", "zero/big.weight/exp_avg.pt"): [
-            (lambda v: v.update(param=v["param"].flatten()), r"is \[221\]"),
+            (lambda v: v.update(param=v["param"].flatten()), r"is \[221\]")
         ],
         ("zero2-bf16-2", "zero/big.weight/fp32.pt"): [
-            (lambda v: v.update(param_n_sub_params=2), "tensor parallel"),
+            (lambda v: v.update(param_n_sub_params=2), "tensor parallel")
         ],
         ("zero2-bf16-2", "zero/optimizer_state.pt"): [
             (lambda v: v.update(partition_count=[1 << 60]), "partition_count"),
@@ -373,7 +369,7 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             ),
         ],
         ("core-llama-2x2", "iter_0000007/common.pt"): [
-            (args(num_layers=1 << 39), "its args have no num_layers"),
+            (args(num_layers=1 << 39), "its args have no num_layers")
         ],
     },
     "orbax_samples": {

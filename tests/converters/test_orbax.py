@@ -169,17 +169,10 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
     """transformers' weights; with a power, moments of gradients, which a weight's factor divides."""
     gemma, made = kind.startswith("gemma"), {}
 
-    def times(value: Array, factor: Any) -> Array:
+    def scaled(value: Array, factor: Any, *, up: bool) -> Array:
         single = value.astype(np.float32)
-        if power:
-            return np.asarray(single / np.float32(factor**power)).astype(value.dtype)
-        return np.asarray(single * np.float32(factor)).astype(value.dtype)
-
-    def over(value: Array, divisor: Any) -> Array:
-        single = value.astype(np.float32)
-        if power:
-            return np.asarray(single * np.float32(divisor**power)).astype(value.dtype)
-        return np.asarray(single / np.float32(divisor)).astype(value.dtype)
+        by = np.float32(factor ** (power or 1))
+        return np.asarray(single * by if up != bool(power) else single / by).astype(value.dtype)
 
     def norm(value: Array) -> Array:
         return np.asarray(value.astype(np.float32) - 1).astype(value.dtype) if gemma and not power else value
@@ -189,7 +182,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
         for name, (sizes, theirs) in {**KERNELS, **NORMS[kind]}.items():
             value = layer_of(kind, arrays, name, number, scanned=scanned)
             if "query.kernel" in name and kind != "qwen3":
-                value = times(value, root)
+                value = scaled(value, root, up=True)
             if kind == "llama-3.1" and ("query." in name or "key." in name):
                 value = np.concatenate([value[..., ::2], value[..., 1::2]], axis=-1)
             if len(sizes) == 1:
@@ -201,7 +194,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
             made[f"model.layers.{number}.{theirs}.weight"] = value
     embedding = arrays["token_embedder.embedding"][: SIZES["V"]]
     width = np.float32(np.sqrt(np.float32(SIZES["E"])))
-    made["model.embed_tokens.weight"] = over(embedding, width) if gemma else embedding
+    made["model.embed_tokens.weight"] = scaled(embedding, width, up=False) if gemma else embedding
     made["model.norm.weight"] = norm(arrays["decoder.decoder_norm.scale"])
     if not gemma:
         made["lm_head.weight"] = arrays["decoder.logits_dense.kernel"][:, : SIZES["V"]].T

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import pickle
 import struct
@@ -41,14 +40,6 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("index", range(len(VALUES)))
 def test_plain_values(protocol: int, index: int) -> None:
     assert read(pickle.dumps(VALUES[index], protocol)) == VALUES[index]
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_containers_by_name(protocol: int) -> None:
-    assert read(pickle.dumps(collections.OrderedDict(a=1, b=2), protocol)) == {"a": 1, "b": 2}
-    assert read(pickle.dumps(collections.defaultdict(list, a=[1]), protocol)) == {"a": [1]}
-    assert set(read(pickle.dumps({3, 4}, protocol))) == {3, 4}
-    assert read(pickle.dumps(bytearray(b"ab"), 5)) == b"ab"
 
 
 def test_cycles_and_depth() -> None:
