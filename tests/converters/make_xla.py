@@ -1,8 +1,7 @@
 """Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, beside their values.
 
 torch_xla trains several FSDP v1 ranks only on a TPU, but one process can build each rank's model in turn,
-step its optimizer on made-up gradients, and save its file. In `<name>.ref.pt`, `peer` holds what torch_xla's
-own consolidation makes of the files.
+step its optimizer on made-up gradients, and save its file.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
-from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_model_checkpoints
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from tests.converters.make_dcp import in_forks, odd_buffers
@@ -165,16 +163,7 @@ def write(out: Path, name: str, run: Run) -> None:
                 ref["optim"].setdefault(one, {})[what] = value
     for group, keys in zip(optimizer.state_dict()["param_groups"], groups, strict=True):
         ref["groups"].append({**group, "params": [one for key in keys for one in held_by[key]]})
-    if not run.scalar or run.options.get("flatten_parameters"):
-        ref["peer"] = consolidated(folder, paths[0])
     torch.save(ref, out / f"{name}.ref.pt")
-
-
-def consolidated(folder: Path, one: str) -> dict[str, torch.Tensor]:
-    """What torch_xla's own tool makes of the files."""
-    suffix = "*-pytorch_model.bin" if "pytorch_model" in one else "*" + Path(one).suffix
-    whole, _ = consolidate_sharded_model_checkpoints(f"{folder}/", suffix, save_model=False)
-    return {plain(key): value for key, value in whole.items()}
 
 
 def join(parts: list[torch.Tensor], key: str, metadata: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -288,7 +288,7 @@ def test_a_config_or_model_that_does_not_fit_is_refused(
 # -- chunks --------------------------------------------------------------------------------------------------
 
 
-def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "MEMORY_BYTES", 0)
     monkeypatch.setattr(compressed, "CACHE_BYTES", 0)
     large = open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"]

@@ -130,7 +130,7 @@ def test_opening_fetches_headers_only(
     assert s3.count() < 20 + 4 * files and s3.count("PUT") == 0
 
 
-def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStore, tmp_path: Path) -> None:
+def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStore) -> None:
     total = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", THREE) == 0
     assert total <= s3.bytes_out(".safetensors") < 1.02 * total
@@ -152,7 +152,7 @@ def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStor
     ids=["reads", "writes"],
 )
 def test_failures_on_the_way_change_nothing(
-    large: Path, s3: ObjectStore, tmp_path: Path, faults: list[dict[str, bool | int | str]]
+    large: Path, s3: ObjectStore, faults: list[dict[str, bool | int | str]]
 ) -> None:
     for fault in faults:
         s3.fail(**fault)
