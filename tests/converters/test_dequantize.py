@@ -155,6 +155,15 @@ def of_library(form: str, shape: tuple[int, int], weights: dict[str, Any]) -> Ca
     return settings, {f"a.{name}": value for name, value in state.items()}, {"a.weight": whole}
 
 
+def ordered_int4() -> Case:
+    """Groups of columns in another order, as `weight_g_idx` of older versions says."""
+    settings, tensors, _ = of_library("pack-quantized", (30, 96), {"num_bits": 4, **groups(32)})
+    codes = (tensors["a.weight_packed"][..., None] >> torch.arange(0, 32, 4) & 15).flatten(1) - 8
+    index = torch.arange(96).div(32, rounding_mode="floor")[torch.randperm(96)]
+    whole = codes * tensors["a.weight_scale"][:, index]
+    return settings, {**tensors, "a.weight_g_idx": index.to(torch.int32)}, {"a.weight": whole}
+
+
 def gptq(bits: int, form: str = "gptq", *, ordered: bool = False) -> Case:
     inputs, outputs, groups = 96, 64, 3
     codes = torch.randint(0, 1 << bits, (inputs, outputs))
@@ -236,6 +245,7 @@ CASES: dict[str, Callable[[], Case]] = {
         for bits, even in ((2, True), (3, False), (4, True), (5, True), (8, False))
     },
     "int4, odd columns": partial(of_library, "pack-quantized", (31, 45), {"num_bits": 4, **CHANNELS}),
+    "int4 in another order": ordered_int4,
     "int8": partial(of_library, "int-quantized", (31, 45), {"num_bits": 8, **CHANNELS}),
     "int8 with zero points": partial(
         of_library, "int-quantized", (31, 45), {"num_bits": 8, **CHANNELS, "symmetric": False}

@@ -414,6 +414,14 @@ def test_settings_from_elsewhere_and_several_adapters(
     assert_same(ours, model.merge_and_unload(adapter_names=["ref"]).state_dict(), UNTIED().state_dict())
 
 
+def test_what_peft_knows_by_the_type_of_the_model(tmp_path: Path) -> None:
+    """(IA)^3 vectors of inputs are told by their shape where `feedforward_modules` is null."""
+    pair = Pair(tmp_path, OPT(), KINDS["ia3"][1])
+    truth = pair.truth()
+    change(pair, {"feedforward_modules": None, "target_modules": None})
+    assert_same(pair.merge().state_dict(), truth, pair.load(pair.base).state_dict())
+
+
 def test_every_setting_of_peft_is_known() -> None:
     """A setting that a later peft adds, and that is set, is refused by name until it is read here."""
     from dataclasses import fields
