@@ -1,9 +1,7 @@
 """Write DeepSpeed checkpoints with DeepSpeed itself, on CPU with gloo, beside the values they must hold.
 
-Some runs are put through DeepSpeed's own `ds_to_universal`, below `universal/`.
-Ranks are forked from one process that has imported DeepSpeed. Each checkpoint folder lies beside
-`<name>.<step>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}` with full tensors, gathered
-from the live run through DeepSpeed's own accessors.
+Some runs are put through DeepSpeed's own `ds_to_universal`, below `universal/`. Beside each lies
+`<name>.<step>.ref.pt`: what `make_dcp.py` has there, through DeepSpeed's own accessors.
 """
 
 from __future__ import annotations
@@ -89,11 +87,9 @@ def train(
     client_optimizer: bool = False,
     model: nn.Module | None = None,
     steps: int = 2,
-    saves: tuple[int, ...] = (2,),
-    client_state: dict[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Train a few steps and save, with the live values beside."""
+    """Train a few steps and save from the second on, with the live values beside."""
     torch.manual_seed(0)
     model = model or Odd(frozen)
     parameters = groups_of(model, split)
@@ -109,8 +105,8 @@ def train(
         loss = engine(torch.arange(step, step + 4) + dist.get_rank() % 2)
         engine.backward(loss)
         engine.step()
-        if step + 1 in saves:
-            engine.save_checkpoint(str(out / name), client_state=dict(client_state or {}))
+        if step:
+            engine.save_checkpoint(str(out / name))
             keep(out, f"{name}.{step + 1}.ref", gather(engine, stage))
     engine.destroy()
 
@@ -198,18 +194,17 @@ def two_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "elastic-2", 2, split=True, zero_optimization={"elastic_checkpoint": True})
     train(out, "zero0-fp32-2", 0, split=True)
     train(out, "zero0-bf16-2", 0, "bf16")
-    offload = {"offload_optimizer": {"device": "cpu"}}
+    offload: Any = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    offload["zero_force_ds_cpu_optimizer"] = False
     for stage in (2, 3):
-        name = f"offload-zero{stage}-2"
-        more: Any = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}
-        train(out, name, stage, "bf16", client_optimizer=True, **more)
+        train(out, f"offload-zero{stage}-2", stage, "bf16", client_optimizer=True, **offload)
 
 
 def three_ranks(rank: int, world: int, out: Path) -> None:
     start(rank, world)
     train(out, "zero1-bf16-3", 1, "bf16", split=True)
-    train(out, "zero2-fp32-3", 2, steps=3, saves=(2, 3))
-    train(out, "zero3-bf16-3", 3, "bf16", steps=3, saves=(2, 3))
+    train(out, "zero2-fp32-3", 2, steps=3)
+    train(out, "zero3-bf16-3", 3, "bf16", steps=3)
     train(out, "sub-groups-3", 3, "bf16", split=True, zero_optimization={"sub_group_size": 40})
     for name, more in (
         ("round-robin", {"round_robin_gradients": True}),

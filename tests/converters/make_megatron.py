@@ -1,11 +1,7 @@
 """Write Megatron-LM checkpoints with Megatron-Core's own parallel models, on CPU under gloo.
 
-`megatron-core` runs on the CPU but for three calls of CUDA, which are replaced here: the current device, the
-move to it, and the random states that dropout forks. The files are laid out as
-megatron/training/checkpointing.py lays them out, which needs a GPU to import. `<name>.logits.pt` holds the
-logits that the parallel model computed for tokens 3 to 22.
-
-Run it where `megatron.core` can be imported.
+Its calls of CUDA are replaced. The files are laid out as megatron/training/checkpointing.py lays them out,
+which needs a GPU to import. `<name>.logits.pt` holds the logits of the parallel model for `TOKENS`.
 """
 
 from __future__ import annotations

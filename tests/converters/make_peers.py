@@ -1,9 +1,7 @@
 """Accelerate's own functions on real FSDP1 and FSDP2 ranks, and DCP without collectives.
 
-Functions for the pool of ranks (`tests/ranks.py`). Each folder lies beside `<name>.ref.pt`, as `make_dcp.py`
-has it. The Trainer calls the same two functions under FSDP; it does not turn FSDP on without an accelerator,
-and Accelerate's own wrapping does not either, so the model is wrapped by hand here. Nested units of FSDP1
-crash it on CPU.
+The Trainer calls the same two functions under FSDP; without an accelerator neither turns FSDP on, so the
+model is wrapped by hand. Nested units of FSDP1 crash it on CPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Write one torch.save file a rank of FSDP-sharded state, in the way of verl's checkpoint manager.
 
-Each folder holds `{model,optim,extra_state}_world_size_<n>_rank_<r>.pt`, and `<name>.ref.pt` lies beside it,
-as `make_dcp.py` gathers it from the live run. FSDP2 leaves DTensors; FSDP1 leaves DTensors where it was given
-a mesh, else ShardedTensors. verl saves the optimizer's own state dict, so that of FSDP1 is keyed by flat
-parameter.
-
+`<name>.ref.pt` lies beside each folder, as `make_dcp.py` gathers it from the live run. FSDP2 leaves DTensors,
+and so does FSDP1 where it was given a mesh, else ShardedTensors, and an optimizer keyed by flat parameter.
 torch pickles a mesh differently from one version to the next. `rank_samples/` holds what some of them wrote:
 
     PYTHONPATH=. python -m tests.converters.make_ranks tests/converters/rank_samples

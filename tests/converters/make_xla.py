@@ -1,10 +1,7 @@
 """Write PyTorch/XLA FSDP v1 shard files and SPMD checkpoints with torch_xla itself, beside their values.
 
 torch_xla trains several FSDP v1 ranks only on a TPU, but one process can build each rank's model in turn,
-step its optimizer on made-up gradients, and save its file. SPMD is one process over virtual devices, and
-another one: torch_xla cannot do both.
-Each checkpoint lies beside `<name>.ref.pt`: `{"model": ..., "optim": {name: {...}}, "groups": ...}`, put
-together from the live shards; `peer` holds what torch_xla's own consolidation makes of the files.
+step its optimizer on made-up gradients, and save its file.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
-from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_model_checkpoints
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from tests.converters.make_dcp import in_forks, odd_buffers
@@ -76,7 +72,6 @@ class Run:
     scalar: bool = True
     frozen: bool = True
     groups: str = "one"
-    dtype: torch.dtype = torch.float32
     build: Callable[[], Any] | None = None
     """A transformers model to take in place of `Odd`."""
 
@@ -110,9 +105,6 @@ def decayed(name: str) -> bool:
 def trained(rank: int, run: Run) -> Any:
     """(model, optimizer) of one rank after a step."""
     model = wrapped(rank, run)
-    if run.dtype != torch.float32:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(run.dtype)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or run.groups == "one"]
     chosen: Any = [p for _, p in named]
     if run.groups == "trainer":
@@ -124,8 +116,7 @@ def trained(rank: int, run: Run) -> Any:
     noise = torch.Generator().manual_seed(100 + rank)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            grad = torch.randn(parameter.shape, generator=noise)
-            parameter.grad = grad.to(parameter.dtype).to(parameter.device)
+            parameter.grad = torch.randn(parameter.shape, generator=noise).to(parameter.device)
     optimizer.step()
     torch_xla.sync()
     return model, optimizer
@@ -172,16 +163,7 @@ def write(out: Path, name: str, run: Run) -> None:
                 ref["optim"].setdefault(one, {})[what] = value
     for group, keys in zip(optimizer.state_dict()["param_groups"], groups, strict=True):
         ref["groups"].append({**group, "params": [one for key in keys for one in held_by[key]]})
-    if not run.scalar or run.options.get("flatten_parameters"):
-        ref["peer"] = consolidated(folder, paths[0])
     torch.save(ref, out / f"{name}.ref.pt")
-
-
-def consolidated(folder: Path, one: str) -> dict[str, torch.Tensor]:
-    """What torch_xla's own tool makes of the files."""
-    suffix = "*-pytorch_model.bin" if "pytorch_model" in one else "*" + Path(one).suffix
-    whole, _ = consolidate_sharded_model_checkpoints(f"{folder}/", suffix, save_model=False)
-    return {plain(key): value for key, value in whole.items()}
 
 
 def join(parts: list[torch.Tensor], key: str, metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -221,33 +203,23 @@ def free(rank: int, world: int) -> list[str]:
     return [f"piece.{'abcd'[world - 1 - rank]}.pt"]
 
 
-def spmd(out: Path, name: str, *, primed: bool) -> None:
+def spmd(out: Path) -> None:
     """One process over four devices, saved by torch's DCP with torch_xla's planner."""
     torch.manual_seed(0)
     model: Any = Odd(scalar=False)
     model.frozen.requires_grad_(False)
-    if primed:  # sharded by hand, over two dimensions
-        mesh = xs.Mesh(np.arange(4), (2, 2), ("data", "fsdp"))
-        model = model.to("xla")
-        inner = model
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                xs.mark_sharding(parameter, mesh, ("fsdp", "data"))
-    else:
 
-        def shard_output(output: Any, mesh: Any) -> None:
-            xs.mark_sharding(output, mesh, ("fsdp", None, None))
+    def shard_output(output: Any, mesh: Any) -> None:
+        xs.mark_sharding(output, mesh, ("fsdp", None, None))
 
-        mesh = xs.Mesh(np.arange(4), (4,), ("fsdp",))
-        wrap = partial(SpmdFullyShardedDataParallel, mesh=mesh, shard_output=shard_output)
-        model.layers[1] = wrap(model.layers[1])
-        model = wrap(model)
-        inner = model._orig_module
+    mesh = xs.Mesh(np.arange(4), (4,), ("fsdp",))
+    wrap = partial(SpmdFullyShardedDataParallel, mesh=mesh, shard_output=shard_output)
+    model.layers[1] = wrap(model.layers[1])
+    model = wrap(model)
+    inner = model._orig_module
     inner.lm_head.weight = inner.embed_tokens.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
-    if primed:
-        xc.prime_optimizer(optimizer)
-    for step in range(0 if primed else 2):
+    for step in range(2):
         tokens = torch.arange(step, step + 8).reshape(4, 2).to("xla")
         model(tokens).square().sum().backward()
         optimizer.step()
@@ -255,7 +227,7 @@ def spmd(out: Path, name: str, *, primed: bool) -> None:
     torch_xla.sync()
     xm.wait_device_ops()
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    storage = FileSystemWriter(out / name)
+    storage = FileSystemWriter(out / "spmd")
     dcp_save(state, storage_writer=storage, planner=xc.SPMDSavePlanner(), no_dist=True)
     named = {id(p): plain(key) for key, p in model.named_parameters()}
     ref = {
@@ -266,7 +238,7 @@ def spmd(out: Path, name: str, *, primed: bool) -> None:
         },
         "groups": [{**optimizer.state_dict()["param_groups"][0], "params": list(named.values())}],
     }
-    torch.save(ref, out / f"{name}.ref.pt")
+    torch.save(ref, out / "spmd.ref.pt")
 
 
 def main(out: Path) -> None:
@@ -277,8 +249,7 @@ def main(out: Path) -> None:
 
 def all_spmd(out: Path) -> None:
     xr.use_spmd()
-    spmd(out, "spmd", primed=False)
-    spmd(out, "spmd-primed", primed=True)
+    spmd(out)
 
 
 def all_fsdp(out: Path) -> None:
@@ -291,7 +262,6 @@ def all_fsdp(out: Path) -> None:
         "each1": Run(1, free),
         "dim3": Run(3, free, {"shard_param_on_dim_0": True}, scalar=False),
         "trainer3": Run(3, trainer, frozen=False, groups="trainer"),
-        "bf16": Run(3, example, nested=False, dtype=torch.bfloat16),
     }
     for name, run in runs.items():
         write(out, name, run)

@@ -40,13 +40,10 @@ def nothing(path: Path) -> list[Span]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One checkpoint.
+    """One checkpoint: a folder below that of a session fixture, or what `make` writes into a new one.
 
     Attributes:
-        name: of the sample, for the test's report.
         format: what `Checkpoint.format` says of it.
-        fixture, folder: a session fixture that gives a path, and the checkpoint's folder below it; or
-        make: writes it into the folder given.
         unchecked: the bytes of a file that nothing in the format vouches for, so that a change in them
             may come through: spans (start, stop). Say why at the definition.
         same_layout: file name -> files it may be swapped with unnoticed, for want of a rank or name inside.

@@ -6,9 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from converters import fingerprint, open_checkpoint
 from converters.cli import main
@@ -33,20 +32,6 @@ def test_is_the_folder_that_peft_saves(
     assert not (tmp_path / "out" / "model.safetensors").exists()
     noted = "tensors of the base model left out; --merge-into" in capsys.readouterr().err
     assert noted == (name in WHOLE)
-
-
-def test_a_tied_name_is_no_base(adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ZeRO saves the other name of a tied parameter although that is frozen."""
-    tensors = load_file(adapters / "zero1.adapter" / "adapter_model.safetensors")
-    live = {
-        key.replace(".weight", ".default.weight"): value for key, value in tensors.items() if "lora" in key
-    }
-    live["base_model.model.other_head.weight"] = np.zeros((2, 2), np.float32)
-    (tmp_path / "source").mkdir()
-    save_file(live, tmp_path / "source" / "model.safetensors")
-    shutil.copy(adapters / "zero1" / "adapter_config.json", tmp_path / "source")
-    assert main([str(tmp_path / "source"), str(tmp_path / "out")]) == 0
-    assert "note: 1 tensor of the base model left out\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, open_checkpoint
 from converters.containers.pickle_reader import unpickle
@@ -23,6 +24,7 @@ from converters.names.canonical import paths_without_nesting, split_state_key
 from converters.names.index_keys import fit_in_order
 from converters.names.module_order import module_order
 from converters.tensors.tiling import check_boxes_tile
+from tests.converters.compare import rewrite
 
 # Numbers that Python's hash cannot tell apart.
 SAME_HASH = 2**61 - 1
@@ -152,29 +154,29 @@ def test_a_run_has_few_optimizers() -> None:
         paths_without_nesting(keys, where="f")
 
 
+def with_numbers(metadata: Any) -> None:
+    """As the index of a list stands in a path."""
+    for key, path in metadata.planner_data.items():
+        metadata.planner_data[key] = tuple(int(part) if part.isdigit() else part for part in path)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"param_groups": nested(depth - 1) if depth else 0.1}
+
+
 @pytest.mark.parametrize(
-    ("key", "why"),
-    [("optim.param_groups.1000000000000.lr", "param_groups 0 of the optimizer is missing"),
-     (".".join(["param_groups"] * 300), "the path of"),
-     ("optimizer." + "a" * 5000, "too long for a parameter")],
-)  # fmt: skip
-def test_paths_of_a_state_dict(key: str, why: str, written: Path, tmp_path: Path) -> None:
-    step = tmp_path / "step"
-    shutil.copytree(written / "fsdp2-ours", step)
-    metadata: Any = pickle.loads((step / ".metadata").read_bytes())  # noqa: S301 - see above
-    described, paths, stored = metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data
-    old, *others = [name for name in paths if "param_groups" in name]
-    described[key] = described[old]
-    paths[key] = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-    for index in [index for index in stored if index.fqn in (old, *others)]:
-        place = stored.pop(index)
-        if index.fqn == old:
-            stored[type(index)(fqn=key, offset=index.offset, index=index.index)] = place
-    for name in (old, *others):
-        del described[name], paths[name]
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    ("state", "why"),
+    [
+        ({"optim": {"param_groups": {10**12: {"lr": 0.1}}}}, "param_groups 0 of the optimizer is missing"),
+        (nested(300), "the path of"),
+        ({"optimizer": {"a" * 5000: 0.1}}, "too long for a parameter"),
+    ],
+)
+def test_paths_of_a_state_dict(state: dict[str, Any], why: str, tmp_path: Path) -> None:
+    dcp_save({"model": {"w": torch.ones(2)}, **state}, checkpoint_id=tmp_path, no_dist=True)
+    rewrite(tmp_path / ".metadata", with_numbers)
     with quick(), pytest.raises(CheckpointError, match=why):
-        optimizer = open_checkpoint(step).optimizer
+        optimizer = open_checkpoint(tmp_path).optimizer
         assert optimizer is not None and optimizer.param_groups
 
 

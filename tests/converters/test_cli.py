@@ -18,7 +18,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import converters
 from benchmarks.convert import sparse_checkpoint
 from converters.cli import main
 from converters.errors import CheckpointError
@@ -83,17 +82,12 @@ def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert "no such file" in error_of(capsys, tmp_path / "missing", out)
     assert "known format" in error_of(capsys, tmp_path / "run" / "checkpoints" / "step-000002" / "model", out)
     assert "inside" in error_of(capsys, run, run / "final")
-    assert "itself" in error_of(capsys, step, step / "." / "model" / "..")
     assert "contains" in error_of(capsys, step, run, "--overwrite")
-    assert "contains" in error_of(capsys, step, tmp_path, "--overwrite")
     assert "--overwrite" in error_of(capsys, step, run / "config.yaml")
     assert "not a folder" in error_of(capsys, step, run / "config.yaml", "--overwrite")
     assert "step-000002" in error_of(capsys, run, out, "--tag", "9")
     assert "dcp" in error_of(capsys, step, out, "--to", "pickle")
-    assert "5GB" in error_of(capsys, step, out, "--max-shard-size", "big")
     assert "--dtype" in error_of(capsys, step, out, "--dtype", "int8")
-    assert "required" in error_of(capsys, step)
-    assert "--nope" in error_of(capsys, step, out, "--nope")
     assert "cannot be created" in error_of(capsys, step, "/proc/nope/out")
     assert tree(tmp_path) == before
 
@@ -106,9 +100,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     assert "bytes, 10 are free on its disk" in told and not (tmp_path / "out").exists()
 
 
-def test_json_and_the_step_that_was_taken(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for out, more in (("dry", ["--dry-run"]), ("out", ["--verify"])):
         assert main([str(run), str(tmp_path / out), "--json", *more]) == 0
         document = json.loads(capsys.readouterr().out)
@@ -122,16 +114,11 @@ def test_json_and_the_step_that_was_taken(
             "written": out == "out",
         }
         assert document["verified"] == document["written"]
-    files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert set(document["files"]) == files
+    assert set(document["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
     stored = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert {name: tensor["shape"] for name, tensor in document["tensors"].items()} == {
         name: list(value.shape) for name, value in stored.items()
     }
-    assert main([str(run), str(tmp_path / "again")]) == 0
-    assert ", step 2, step-000002 → " in capsys.readouterr().out
-    assert main([str(run / "checkpoints" / "step-000002"), str(tmp_path / "third")]) == 0
-    assert ", step 2 → " in capsys.readouterr().out
 
 
 def test_steps_of_two_kinds_are_not_guessed_between(
@@ -233,84 +220,27 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     assert int(said.stdout) < 24 * 1024  # KiB
 
 
-# -- what is imported before the first word is said ----------------------------------------------------------
-
-
-HEAVY = ("numpy", "ml_dtypes", "torch", "safetensors", "tqdm", "obstore", "isal")
-
-
-def loaded(code: str) -> set[str]:
-    """Which heavy packages a fresh interpreter has imported after `code`."""
-    code += f"\nimport sys; print('loaded', *[name for name in {HEAVY!r} if name in sys.modules])"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(made.stdout.splitlines()[-1].split()[1:])
-
-
-def test_help_and_mistakes_import_nothing_heavy() -> None:
-    assert loaded("import time\nstart = time.process_time()\nimport converters\n"
-                  "assert time.process_time() - start < 0.5") == set()  # fmt: skip
-    call = "from converters.cli import main\ntry: main({})\nexcept SystemExit: pass"
-    assert loaded(call.format(["--help"])) == set()
-    assert loaded(call.format(["a", "b", "--dtype", "float8"])) == set()
-    assert loaded(call.format(["/nowhere", "/out"])) <= {"numpy", "ml_dtypes", "isal"}
-
-
-def test_every_public_name_can_be_had() -> None:
-    assert all(getattr(converters, name).__name__ == name for name in converters.__all__)
-    with pytest.raises(AttributeError, match="nope"):
-        converters.nope  # noqa: B018
-
-
 # -- places: `~`, `${VAR}`, URLs -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", "/home/her")
-    monkeypatch.setenv("SCRATCH", "/scratch/x")
-    monkeypatch.delenv("NOT_SET", raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("~", "/home/her"),
         ("~/runs/x", "/home/her/runs/x"),
         ("${SCRATCH}/runs", "/scratch/x/runs"),
-        ("$SCRATCH/runs", "/scratch/x/runs"),
         ("a/$SCRATCH", "a//scratch/x"),
-        ("~root/x", "/root/x"),
-        ("a~/b", "a~/b"),
-        ("a/~", "a/~"),
         ("s3://b${SCRATCH}/c//d", "s3://b/scratch/x/c//d"),
         ("org/model-1.0", "org/model-1.0"),
-        ("cost$/5$", "cost$/5$"),
-        ("", ""),
-        ("a\0$b/$NOT", None),
+        ("${NOT_SET}/x", None),
+        ("~nobody-of-that-name/x", None),
     ],
 )
-def test_as_a_shell_does(written: str, meant: str | None) -> None:
+def test_places_are_as_in_a_shell(written: str, meant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/her")
+    monkeypatch.setenv("SCRATCH", "/scratch/x")
+    monkeypatch.delenv("NOT_SET", raising=False)
     if meant is None:
-        with pytest.raises(CheckpointError):
-            expanded(written)
+        with pytest.raises(CheckpointError, match=r"NOT_SET is not set|home folder of ~nobody"):
+            place(written)
     else:
-        assert expanded(written) == meant
-        assert expanded(expanded(written)) == meant
-
-
-@pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("written", ["${NOT_SET}/x", "$NOT_SET/x", "~nobody-of-that-name/x"])
-def test_what_is_not_there_is_refused(written: str) -> None:
-    with pytest.raises(CheckpointError, match=r"NOT_SET is not set|home folder of ~nobody") as caught:
-        place(written)
-    assert str(caught.value).startswith(written)
-
-
-@pytest.mark.usefixtures("home")
-def test_a_file_of_that_very_name_is_meant(tmp_path: Path) -> None:
-    (tmp_path / "~x").touch()
-    (tmp_path / "$NOT_SET").touch()
-    assert place("~x") == Path("~x")
-    assert place("$NOT_SET") == Path("$NOT_SET")
+        assert expanded(written) == expanded(meant) == meant

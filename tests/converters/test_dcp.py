@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -17,16 +15,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, item_checksums, open_checkpoint, write_shard_checksums
 from converters.cli import main
-from converters.formats.dcp.checksums import CHECKSUMS
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
-from converters.writers import torchzip_writer
 from tests.converters.compare import (
     assert_model,
     assert_optimizer,
     assert_state,
     bits,
-    everything,
     live,
     load,
     refused,
@@ -50,14 +45,7 @@ def test_cuts_along_other_dimensions(written: Path) -> None:
     reference = load(written / "grid4.ref.pt")["model"]
     checkpoint = open_checkpoint(written / "grid4")
     assert_model(checkpoint, reference)
-    rng = np.random.default_rng(0)
-    for name, value in reference.items():
-        tensor = checkpoint.tensors[name]
-        assert len(tensor.boxes) > 1
-        whole = tensor.read()
-        for _ in range(50):
-            index = tuple(slice(*sorted(rng.integers(0, size + 1, 2).tolist())) for size in value.shape)
-            assert np.array_equal(tensor.read(index), whole[index])
+    assert all(len(tensor.boxes) > 1 for tensor in checkpoint.tensors.values())
 
 
 def test_tied_names_follow_config_and_values(written: Path, tmp_path: Path) -> None:
@@ -142,32 +130,6 @@ def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("type", "holds a tensor of the element type float8_e4m3fnuz, which is not supported"),
-        (
-            "class",
-            "holds the Python object tests.converters.test_dcp.Smaller, which is not on the allow-list",
-        ),
-    ],
-)
-def test_tensors_of_other_types_are_refused_as_such(tmp_path: Path, change: str, told: str) -> None:
-    """An element type is no Python object, and a subclass that stores fewer bytes is no damage."""
-    value = torch.ones(3000)
-    made = value.to(torch.float8_e4m3fnuz) if change == "type" else value.as_subclass(Smaller)
-    dcp_save({"model": {"a": made, "b": value}}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointError, match=told.replace(".", r"\.")):
-        open_checkpoint(tmp_path)
-
-
-class Smaller(torch.Tensor):
-    """A tensor that pickles itself as something else, as those of torchao do."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Smaller, (torch.ones(1),)
-
-
 # -- its sharded safetensors ---------------------------------------------------------------------------------
 
 
@@ -219,80 +181,20 @@ def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Pat
     assert_model(again, reference["model"])
 
 
-def test_values(tmp_path: Path) -> None:
-    value: dict[str, Any] = {"a": [1, -1, 255, 256, -(1 << 40), 1 << 62, 0.5, True, None], "é": ("x", {}, [])}
-    path = tmp_path / "v.pt"
-    (data,) = torchzip_writer.saved(value)
-    assert isinstance(data, bytes)
-    path.write_bytes(data)
-    assert torch.load(path, weights_only=True) == value
-    with pytest.raises(TypeError):
-        torchzip_writer.pickle(object())
-
-
 # -- with checksums: damage that DCP's own records do not show is refused ------------------------------------
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
-    """Two runs of one model: the same layout to the byte, other values."""
-    for name in ("one", "other"):
-        state = {"model": {"w": torch.randn(64, 3), "b": torch.randn(5)}, "step": 3}
-        dcp_save(state, checkpoint_id=tmp_path / name, no_dist=True)
-    return [tmp_path / "one", tmp_path / "other"]
-
-
-def add_checksums(folder: Path) -> None:
-    """Record the checksums of a folder, as its writer would have."""
-    items: dict[str, dict[str, int]] = {}
-    for entry in read_metadata(Folder(folder)).values():
-        for item in entry.items.values() if isinstance(entry, TensorEntry) else (entry.item,):
-            (checksum,) = item_checksums(folder, [(item.file, item.offset, item.length)])
-            items.setdefault(item.file, {})[str(item.offset)] = checksum
-    write_shard_checksums(folder, items)
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_file_of_another_run_is_refused(runs: list[Path], name: str) -> None:
-    """Nothing shows it without checksums."""
-    (runs[1] / ".metadata").write_bytes((runs[1] / ".metadata").read_bytes().replace(b"1.0.0", b"1.0.1"))
-    for run in runs:
-        add_checksums(run)
-    one, other = ((run / name).read_bytes() for run in runs)
-    (runs[0] / name).write_bytes(other)
-    (runs[1] / name).write_bytes(one)
-    for run in runs:
-        assert "from another save" in refused(run) and name in refused(run)
-
-
-def test_damaged_checksums_are_refused(runs: list[Path]) -> None:
-    (run, _) = runs
-    good = everything(open_checkpoint(run))
-    add_checksums(run)
-    text = (run / CHECKSUMS).read_bytes()
-    for at in range(len(text) - 1):
-        (run / CHECKSUMS).write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
-        try:
-            assert everything(open_checkpoint(run)) == good
-        except CheckpointError as error:
-            assert str(run) in str(error)
-    for other in ("", "[]", "{}", '{"version": 1}', '{"version": 1, "metadata": {}, "items": {"a": 3}}'):
-        (run / CHECKSUMS).write_text(other)
-        refused(run)
-    told = json.loads(text)
-    del told["items"]["__0_0.distcp"]
-    (run / CHECKSUMS).write_text(json.dumps(told))
-    assert "no item" in refused(run)
-
-
-def test_only_whole_shards_get_checksums(runs: list[Path], tmp_path: Path) -> None:
-    os.truncate(runs[0] / "__0_0.distcp", 100)
-    with pytest.raises(CheckpointError, match="__0_0"):
-        item_checksums(runs[0], [("__0_0.distcp", 0, 1200)])
-    with pytest.raises(CheckpointError, match="__1_0"):
-        item_checksums(runs[0], [("__1_0.distcp", 0, 1200)])
-    with pytest.raises(CheckpointError, match="no DCP metadata"):
-        add_checksums(tmp_path)
-    add_checksums(runs[1])
-    with pytest.raises(FileExistsError):
-        add_checksums(runs[1])
+def test_a_file_of_another_run_is_refused(tmp_path: Path, name: str) -> None:
+    """Nothing shows it without checksums: the same layout to the byte, other values."""
+    for version, run in ((b"1.0.0", tmp_path / "one"), (b"1.0.1", tmp_path / "other")):
+        dcp_save({"model": {"w": torch.randn(64, 3)}}, checkpoint_id=run, no_dist=True)
+        (run / ".metadata").write_bytes((run / ".metadata").read_bytes().replace(b"1.0.0", version))
+        entry = read_metadata(Folder(run))["model.w"]
+        assert isinstance(entry, TensorEntry)
+        (item,) = entry.items.values()
+        (checksum,) = item_checksums(run, [(item.file, item.offset, item.length)])
+        write_shard_checksums(run, {item.file: {str(item.offset): checksum}})
+    assert open_checkpoint(tmp_path / "one").tensors["w"].read().any()
+    shutil.copy(tmp_path / "other" / name, tmp_path / "one" / name)
+    assert "from another save" in (said := refused(tmp_path / "one")) and name in said

@@ -298,56 +298,39 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
     assert np.array_equal(tensor.read(part), whole[tensor.name][part].numpy())
 
 
+SCALE = "a.weight_scale_inv"
 nested_nf4 = partial(bitsandbytes, "nf4", nested=True)
-BAD: list[tuple[Callable[[], Case], Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = [
-    (fp8_blocks, lambda s, t: t.pop("a.weight_scale_inv"), "a.weight belongs to no weight"),
-    (fp8_blocks, lambda s, t: t.pop("a.weight"), "a.weight_scale_inv belongs to no weight"),
-    (
-        fp8_blocks,
-        lambda s, t: t.update({"a.weight_scale_inv": torch.ones(5, 3)}),
-        "a.weight_scale_inv: F32 of shape [5, 3] does not belong to a weight of shape [70, 100]",
-    ),
-    (
-        fp8_blocks,
-        lambda s, t: t["a.weight_scale_inv"].fill_(torch.nan),
-        "a.weight_scale_inv: a scale is infinite or NaN",
-    ),
-    (
-        fp8_blocks,
-        lambda s, t: t["a.weight_scale_inv"].zero_(),
-        "a.weight_scale_inv: the scale of values other than 0",
-    ),
-    (
-        fp8_blocks,
-        lambda s, t: t.update({"b.weight": eight(9)}),
-        "b.weight belongs to no weight that is known",
-    ),
-    (fp8_blocks, lambda s, t: s.update(rotate=True), "rotate is not known"),
-    (fp8_blocks, lambda s, t: s.update(quant_method="hqq"), "quant_method 'hqq' is not one of"),
-    (fp8_blocks, lambda s, t: s.update(weight_block_size="x"), "weight_block_size 'x' is not two sizes"),
+# The tensors and settings that are other than the case has them, and what is said.
+BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], str]] = [
+    (fp8_blocks, {SCALE: None}, {}, "a.weight belongs to no weight"),
+    (fp8_blocks, {"a.weight": None}, {}, f"{SCALE} belongs to no weight"),
+    (fp8_blocks, {SCALE: torch.ones(5, 3)}, {}, f"{SCALE}: F32 of shape [5, 3] does not belong to a weight"),
+    (fp8_blocks, {SCALE: torch.full((5, 4), torch.nan)}, {}, f"{SCALE}: a scale is infinite or NaN"),
+    (fp8_blocks, {SCALE: torch.zeros(5, 4)}, {}, f"{SCALE}: the scale of values other than 0"),
+    (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight belongs to no weight that is known"),
+    (fp8_blocks, {}, {"rotate": True}, "rotate is not known"),
+    (fp8_blocks, {}, {"quant_method": "hqq"}, "quant_method 'hqq' is not one of"),
+    (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not two sizes"),
     # Tables that are too small.
-    (
-        nested_nf4,
-        lambda s, t: t.update({"a.weight.nested_absmax": torch.zeros(0)}),
-        "a.weight.nested_absmax: ",
-    ),
-    (nested_nf4, lambda s, t: t.update({"a.weight.quant_map": torch.zeros(3)}), "a.weight.quant_map: "),
-    (nested_nf4, lambda s, t: t.update({"a.weight.absmax": torch.zeros(48)}), "a.weight.absmax: "),
-    (
-        partial(gptq, 4),
-        lambda s, t: s.update(bits=8),
-        "a.qweight: I32 of shape [12, 64] does not hold 96 x 64 codes of 8 bits",
-    ),
+    (nested_nf4, {"a.weight.nested_absmax": torch.zeros(0)}, {}, "a.weight.nested_absmax: "),
+    (nested_nf4, {"a.weight.quant_map": torch.zeros(3)}, {}, "a.weight.quant_map: "),
+    (nested_nf4, {"a.weight.absmax": torch.zeros(48)}, {}, "a.weight.absmax: "),
+    (partial(gptq, 4), {}, {"bits": 8}, "I32 of shape [12, 64] does not hold 96 x 64 codes of 8 bits"),
 ]
 
 
-@pytest.mark.parametrize(("made", "change", "told"), BAD, ids=[told for *_, told in BAD])
+@pytest.mark.parametrize(("made", "other", "changed", "told"), BAD, ids=[told for *_, told in BAD])
 def test_what_does_not_fit_is_refused(
-    made: Callable[[], Case], change: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Callable[[], Case],
+    other: dict[str, Tensor | None],
+    changed: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings, tensors, _ = made()
-    change(settings, tensors)
-    source = written(tmp_path / "in", settings, tensors)
+    held = {name: value for name, value in (tensors | other).items() if value is not None}
+    source = written(tmp_path / "in", settings | changed, held)
     assert told in error_of(capsys, source, tmp_path / "out", "--dequantize")
     assert not (tmp_path / "out").exists()
 

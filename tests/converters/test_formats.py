@@ -16,10 +16,7 @@ import pytest
 import torch
 
 from converters import open_checkpoint
-from converters.formats import formats
-from converters.options import WRITERS
 from tests.converters.compare import assert_model, assert_optimizer, load, refused, rewrite
-from tests.converters.samples import all_samples
 
 XLA = pytest.mark.xla
 
@@ -47,16 +44,8 @@ TRUTHS: dict[str, dict[str, Any]] = {
     "written_xla": {
         run: (run, ranks, None)
         for run, ranks in (
-            *(
-                ("flat3", 3),
-                ("flat4", 4),
-                ("each4", 4),
-                ("each1", 1),
-                ("dim3", 3),
-                ("trainer3", 3),
-                ("bf16", 3),
-            ),
-            *(("spmd", 1), ("spmd-primed", 1)),
+            *(("flat3", 3), ("flat4", 4), ("each4", 4), ("each1", 1), ("dim3", 3), ("trainer3", 3)),
+            ("spmd", 1),
         )
     },
     "deepspeed_written": {
@@ -104,7 +93,7 @@ def test_equals_the_live_run(fixture: str, name: str, request: pytest.FixtureReq
     base: Path = request.getfixturevalue(fixture)
     reference, ranks, step = TRUTHS[fixture][name]
     checkpoint = open_checkpoint(base / name)
-    assert checkpoint.format == ("dcp" if name.startswith("spmd") else FORMATS[fixture])
+    assert checkpoint.format == ("dcp" if name == "spmd" else FORMATS[fixture])
     assert_model(checkpoint, load(base / f"{reference}.ref.pt")["model"])
     assert_optimizer(checkpoint, load(base / f"{reference}.ref.pt"), step)
     assert checkpoint.metadata.get("world_size", 0) == ranks
@@ -128,23 +117,11 @@ FOURTH = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
 OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-class Unknown:
-    """A class that only the client knows."""
-
-
 class Evil:
     """Would open a file where it is unpickled."""
 
     def __reduce__(self) -> Any:
         return open, ("/nonexistent/owned", "w")
-
-
-def zero(content: Any) -> Any:
-    return content["ds_config"]["zero_optimization"]
-
-
-def mapping(content: Any) -> Any:
-    return content["optimizer_state_dict"]["param_slice_mappings"][0]
 
 
 def optim(content: Any) -> Any:
@@ -155,47 +132,23 @@ def state(content: Any) -> Any:
     return content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
 
 
-def groups(content: Any) -> Any:
-    return content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
-
-
-def fragments(content: Any) -> Any:
-    return content["frozen_param_fragments"]
-
-
 def reverse(shapes: Any) -> None:
     for index, group in enumerate(shapes):
         shapes[index] = dict(reversed(group.items()))
 
 
-def shape(content: Any, name: str, size: tuple[int, ...]) -> None:
-    content["param_shapes"][0][name] = torch.Size(size)
-
-
-def shorten(flats: Any) -> None:
-    flats[0] = flats[0].detach()[:-1].clone()
-
-
-def info(content: Any) -> Any:
-    return content["universal_checkpoint_info"]
-
-
-def parameter(content: Any, name: str) -> Any:
-    return info(content)["affine_map"]["params"][f"^{name}$"]
-
-
-def piece(content: Any, name: str, rank: int) -> Any:
-    return parameter(content, name)["ranks"][rank]["pieces"][0]
+def piece(content: Any) -> Any:
+    """Where AutoTP's map says that a parameter's part on the second rank lies."""
+    table = content["universal_checkpoint_info"]["affine_map"]["params"]
+    return table[r"^odd_proj\.weight$"]["ranks"][1]["pieces"][0]
 
 
 MP0, MP1 = ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
-ODD = r"odd_proj\.weight"
 
 
 UP = "_fsdp_wrapped_module.layers.0._fsdp_shard_FSDP_SHARD_SEPARATOR__fsdp_wrapped_module" + "".join(
     f"_FSDP_SHARD_SEPARATOR_{part}" for part in ("_fpw_module", "up", "weight")
 )
-BUFFER = "_fsdp_wrapped_module.tracked"
 HEAD, SUFFIX = UP.rsplit(".", 1)
 
 
@@ -230,131 +183,84 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("fsdp3-ours", ".metadata"): [
             (lambda m: chunk(m, WEIGHT).update(relative_path="../step/__0_0.distcp"), "leaves"),
             (lambda m: chunk(m, WEIGHT).update(relative_path="/etc/passwd"), "leaves"),
-            (lambda m: chunk(m, WEIGHT).update(relative_path="nope"), "nope"),
             (lambda m: chunk(m, WEIGHT).update(length=1 << 62), "truncated"),
-            (lambda m: chunk(m, WEIGHT).update(offset=-1), "is not a size"),
             (lambda m: described(m).__dict__.update(size=torch.Size((1 << 60, 1 << 60))), "impossible"),
-            (lambda m: described(m).__dict__.update(size=torch.Size((65,))), "dimensions"),
             (lambda m: chunk(m, WEIGHT).update(chunk(m, MOMENT)), "share bytes"),
-            (
-                lambda m: chunk(m, WEIGHT).update(
-                    chunk(m, MOMENT), relative_path="./" + chunk(m, MOMENT)["relative_path"]
-                ),
-                "share bytes",
-            ),
             (lambda m: described(m).chunks.pop(), "missing"),
             (lambda m: described(m).chunks.append(described(m).chunks[0]), "overlap"),
-            (lambda m: setattr(described(m).properties, "dtype", torch.float16), "F16"),
             (lambda m: m.planner_data.update({WEIGHT: ("model", "brain.bias")}), "does not match"),
             (lambda m: chunk(m, WEIGHT).update(transform_descriptors=["stream.zstd"]), "compressed"),
-            (lambda m: m.planner_data.pop(WEIGHT), "different keys"),
-            (lambda m: m.__dict__.update(storage_data=[]), "no storage_data"),
             (lambda m: m.__dict__.update(storage_meta=Evil()), r"io\.open"),
         ],
         # torch's consolidation writes zeros for a missing shard without a word
-        ("safetensors/consolidated", f"sharded/{SHARDS[0]}"): [(None, "shard 00001, model 00001")],
-        ("safetensors/consolidated", f"sharded/{SHARDS[1]}"): [(None, "shard 00002, model 00001")],
         ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
         ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
-            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers"),
-        ],
-        ("safetensors/two-files", "shard-00002-model-00001-of-00002.safetensors"): [
-            (None, "shard 00002, model 00001 is missing"),
+            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers")
         ],
     },
     "deepspeed_written": {
         ("zero2-fp32-3", OPTIM): [
             (lambda c: c.update(ds_version="0.0.1"), "ds_version"),
             (lambda c: c["ds_config"].update(seed=1), "ds_config"),
-            (lambda c: optim(c).update(zero_stage=1), "zero_stage"),
             (lambda c: optim(c).update(group_paddings=[4]), "differ in size"),
-            (lambda c: mapping(c).popitem(), "param_slice_mappings"),
-            (lambda c: setattr(next(iter(mapping(c).values())), "start", 3), "mappings"),
+            (lambda c: optim(c)["param_slice_mappings"][0].popitem(), "param_slice_mappings"),
             (lambda c: state(c)["step"].add_(1), "step"),
             (lambda c: state(c).update(exp_avg=torch.zeros(7)), "lengths"),
             (lambda c: state(c).update(exp_avg=state(c)["exp_avg_sq"]), "share bytes"),
-            (lambda c: state(c).update(exp_avg=state(c)["exp_avg"].double()), "F32 and F64"),
-            (lambda c: state(c).update(odd=[1]), "odd|optimizer state"),
-            (lambda c: groups(c)[0].update(lr=1.0), "param_groups"),
+            (lambda c: optim(c)["base_optimizer_state"]["param_groups"][0].update(lr=1.0), "param_groups"),
             (lambda c: c.update(evil=Evil()), r"io\.open"),
         ],
         ("zero2-fp32-3", MP0): [
             (lambda c: c.update(dp_world_size=4), "world size of 4"),
-            (lambda c: c.update(mp_world_size=2), "tensor"),
             (lambda c: reverse(c["param_shapes"]), "not at the position|param_slice_mappings disagree"),
-            (lambda c: c["module"].pop("counts"), "counts"),
             (lambda c: c["module"]["big.bias"].add_(1), "big.bias|is not"),
-            (lambda c: shape(c, "big.bias", (18,)), "319"),
-            (lambda c: c.update(client=Unknown()), r"test_formats\.Unknown"),
         ],
-        ("zero3-fp32-2", OPTIM): [
-            (lambda c: optim(c).update(partition_count=3), "partition_count"),
-            (lambda c: shorten(optim(c)["fp32_flat_groups"]), "elements"),
-        ],
+        ("zero3-fp32-2", OPTIM): [(lambda c: optim(c).update(partition_count=3), "partition_count")],
         ("zero3-fp32-2", OPTIM.replace("optim", "model")): [
             (lambda c: reverse(c["param_shapes"]), "param_shapes"),
             (lambda c: c.update(global_steps=9), "global_steps"),
-            (lambda c: fragments(c).popitem(), "frozen"),
+            (lambda c: c["frozen_param_fragments"].popitem(), "frozen"),
         ],
         ("zero3-fp32-2", "*model_states.pt"): [
-            (lambda c: c.update(global_steps=9), "is at step 9, the optimizer states are at step 2"),
+            (lambda c: c.update(global_steps=9), "is at step 9, the optimizer states are at step 2")
         ],
         ("zero3-fp32-2", "*"): [
-            (lambda c: zero(c).update(mics_shard_size=4), "MiCS.* not supported"),
-            (lambda c: zero(c).update(zero_quantized_nontrainable_weights=True), "quantized.* not supported"),
+            (lambda c: c["ds_config"]["zero_optimization"].update(mics_shard_size=4), "MiCS.* not supported")
         ],
         ("zero2-fp32-3", "*optim_states.pt"): [
-            (lambda c: optim(c).update(partition_count=1 << 60), r"rank 3 are missing"),
-        ],
-        ("zero3-fp32-2", "*optim_states.pt"): [
-            (lambda c: optim(c).update(partition_count=1 << 60), r"rank 2 are missing"),
+            (lambda c: optim(c).update(partition_count=1 << 60), r"rank 3 are missing")
         ],
         ("zero2-4", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"): [
-            (None, r"rank 3 are missing \(1 of 4\)"),
+            (None, r"rank 3 are missing \(1 of 4\)")
         ],
         ("zero2-bf16-2", FOURTH): [(f"zero2-4/global_step2/{FOURTH}", "had 2 ranks")],
         ("zero2-fp32-3", "mp_rank_01_model_states.pt"): [(b"", "tensor parallel")],
-        ("zero2-fp32-3", "zero_pp_rank_0_mp_rank_01_optim_states.pt"): [(b"", "tensor parallel")],
         ("zero2-fp32-3", "layer_00-model_00-model_states.pt"): [(b"", "pipeline parallel")],
         ("zero2-fp32-3", "expert_0_mp_rank_00_model_states.pt"): [(b"", "expert parallel")],
-        ("zero2-fp32-3", "expp_rank_0_mp_rank_00_optim_states.pt"): [(b"", "expert parallel")],
         ("zero2-fp32-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [(b"", "two runs")],
         ("zero2-fp32-3", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"): [
-            (b"", "two runs|are both of rank"),
+            (b"", "two runs|are both of rank")
         ],
         ("zero2-fp32-3", "zero_pp_rank_00_mp_rank_00_optim_states.pt"): [(b"", "are both of rank")],
     },
     "deepspeed_parallel": {
         ("autotp-zero2-4", MP1): [
-            (None, "tensor parallel rank 1 are missing, of 2"),
             (lambda c: c["module"]["scale"].add_(1), "scale.*copies of it differ"),
-            (lambda c: c.update(global_steps=9), "global_steps differs"),
             (lambda c: c.update(mp_world_size=3), "parallel degrees are 2 and 1 of 3"),
         ],
         ("autotp-zero2-4", MP0): [
             (lambda c: c.pop("universal_checkpoint_info"), "do not say how"),
-            (lambda c: info(c)["affine_map"].update(version=2), "another version"),
-            (lambda c: info(c)["affine_map"]["params"].popitem(), "no affine map"),
-            (lambda c: piece(c, ODD, 0).update(scale=0.5), "not supported"),
-            (lambda c: piece(c, ODD, 0).update(shape=[9, 6]), "not supported"),
-            (lambda c: piece(c, ODD, 1)["source"].__setitem__(0, 6), "odd_proj"),
-            (lambda c: parameter(c, ODD).update(logical_shape=[54]), "says otherwise"),
-            (lambda c: parameter(c, ODD).update(ranks=[1, 2]), "not supported"),
+            (lambda c: piece(c)["source"].__setitem__(0, 6), "odd_proj"),
         ],
         ("pipeline-fp32-4", "layer_01-model_states.pt"): [
-            (None, "1.up.weight' is missing"),
-            (lambda c: c["up.bias"].add_(1), "1.up.bias' differs"),
+            (lambda c: c["up.bias"].add_(1), "1.up.bias' differs")
         ],
         ("pipeline-fp32-4", "layer_00-model_states.pt"): [
-            (lambda c: c["weight"].add_(1), "words.weight' differs"),
+            (lambda c: c["weight"].add_(1), "words.weight' differs")
         ],
-        ("pipeline-fp32-4", MP1): [(None, "pipeline parallel rank 1 are missing, of 2")],
         ("pipeline-fp32-4", MP0): [
             (lambda c: c.update(module={}), "pipeline parallel, unlike"),
             (lambda c: c.pop("param_shapes"), "in bf16 without ZeRO are not supported"),
-        ],
-        ("experts-zero1-4", "layer_0_expert_3_mp_rank_00_model_states.pt"): [
-            (None, r"experts\.3.*is missing"),
         ],
         ("experts-zero1-4", "layer_1_expert_2_mp_rank_00_model_states.pt"): [
             (
@@ -363,21 +269,20 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             ),
         ],
         ("experts-zero2-4", MP0): [
-            (lambda c: c["ds_config"].pop("use_data_before_expert_parallelism"), "ds_config"),
+            (lambda c: c["ds_config"].pop("use_data_before_expert_parallelism"), "ds_config")
         ],
     },
     "written_xla": {
         ("each4", "*00000002-of*"): [
             (lambda v: v["model"].pop(UP), "other parameters"),
-            (lambda v: v["model"].update({UP: v["model"][UP].half()}), "F16"),
-            (lambda v: v["model"].update({UP: v["model"][UP][:64]}), "on rank 0"),
-            (lambda v: v["shard_metadata"].update(rank="2"), "no rank and world size"),
             (lambda v: v.pop("shard_metadata"), "no shard_metadata"),
-            (lambda v: v.pop("model"), "states of rank 2 are missing"),
             (lambda v: v.pop("optimizer"), "states of rank 2 are missing"),
             (lambda v: v["optimizer"]["state"].pop(0), "another run or step"),
             (lambda v: v["optimizer"]["state"][0].pop("exp_avg"), "not a tensor"),
-            (lambda v: v["model"].update({BUFFER: torch.ones(3)}), "differs from rank 0"),
+            (
+                lambda v: v["model"].update({"_fsdp_wrapped_module.tracked": torch.ones(3)}),
+                "differs from rank",
+            ),
             (lambda v: v["model"].update({"evil": Evil()}), r"io\.open"),
             (lambda v: v["shard_metadata"].update(world_size=5), "is rank 2 of 5"),
             (lambda v: v["optimizer"]["state"][0]["step"].fill_(2.0), "another run or step"),
@@ -385,23 +290,14 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
         ("each4", "*"): [
             (lambda v: v["model"].pop(UP), "describes other parameters"),
-            (lambda v: v["model"].update({UP: v["model"][UP][:16].clone()}), "does not fit"),
             (lambda v: v["model"].update({UP: v["model"][UP][::2]}), "does not fit|contiguous"),
-            (lambda v: v["model"].update({UP: 3}), "not a tensor"),
             (lambda v: shard(v).update(_orig_size=[1300, 6]), "does not fit"),
-            (lambda v: shard(v).update(_orig_size=[1 << 62, 1 << 62]), "does not fit"),
-            (lambda v: shard(v).update(_orig_size=[-13, 6]), "not a list of sizes"),
-            (lambda v: shard(v).update(_orig_name="other"), "is called"),
             (lambda v: v["shard_metadata"]["shard_info"].pop(HEAD), "does not describe"),
             (lambda v: v["shard_metadata"].update(world_size=1 << 60), "unlike its name"),
             (lambda v: v["optimizer"]["state"][0].update(exp_avg=torch.ones(3)), "does not fit"),
             (lambda v: v["optimizer"]["param_groups"][0]["params"].pop(), "in no group"),
-            (lambda v: v["optimizer"].update(state={"a": {}}), "keyed by index"),
         ],
-        ("each4", "*00000001-of*"): [
-            (lambda v: shard(v).update(_orig_size=[13, 7]), "differently"),
-            (None, "states of rank 1 are missing"),
-        ],
+        ("each4", "*00000001-of*"): [(lambda v: shard(v).update(_orig_size=[13, 7]), "differently")],
         ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
             ("each4/ckpt_rank-00000002-of-00000004.pth", "unlike its name"),
             ("flat3/ckpt_rank-00000001-of-00000003.pth", "unlike its name"),
@@ -411,24 +307,16 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     },
     "written_ranks": {
         ("fsdp2-3", "model_world_size_3_rank_1.pt"): [
-            (None, r"rank 1 are missing \(1 of 3\)"),
-            ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is"),
+            ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is")
         ],
         ("fsdp2-3", "model_world_size_2_rank_0.pt"): [
-            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs"),
+            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs")
         ],
         ("fsdp2-2", "model_world_size_2_rank_1.pt"): [
-            (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another"),
+            (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another")
         ],
     },
     "written_universal": {
-        ("zero2-bf16-2", "zero/big.bias/exp_avg.pt"): [(None, "exp_avg.pt: missing")],
-        ("sub-groups-3", "zero/big.bias/fp32.pt"): [
-            (None, "fp32.pt: missing"),
-            (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
-            (f"zero3-fp32-2/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
-            (lambda v: v.detach().add_(1), "values differ from"),
-        ],
         ("sub-groups-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [
             (None, "rank 1 are missing"),
             (
@@ -443,19 +331,16 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v["param"].detach().add_(1), "values differ from"),
         ],
         ("sub-groups-3", "zero/big.weight/exp_avg_sq.pt"): [
-            (lambda v: v.mul_(2), "values differ from zero/optimizer_state.pt"),
+            (lambda v: v.mul_(2), "values differ from zero/optimizer_state.pt")
         ],
         ("zero2-bf16-2", "zero/big.weight/step.pt"): [(lambda v: v.add_(5), "big.weight")],
         ("zero2-bf16-2", "zero/big.weight/exp_avg.pt"): [
-            (lambda v: v.update(param=v["param"].flatten()), r"is \[221\]"),
-            (lambda v: v.update(param=[1.0]), "not a tensor"),
+            (lambda v: v.update(param=v["param"].flatten()), r"is \[221\]")
         ],
         ("zero2-bf16-2", "zero/big.weight/fp32.pt"): [
-            (lambda v: v.update(param_n_sub_params=2), "tensor parallel"),
+            (lambda v: v.update(param_n_sub_params=2), "tensor parallel")
         ],
         ("zero2-bf16-2", "zero/optimizer_state.pt"): [
-            (lambda v: v.update(zero_stage=7), "stage"),
-            (lambda v: v.update(partition_count=[3, 4]), "partition_count"),
             (lambda v: v.update(partition_count=[1 << 60]), "partition_count"),
             (lambda v: v.update(param_groups=None), "param_groups"),
             (lambda v: v["param_groups"][0].update(params=[9]), "groups"),
@@ -465,20 +350,13 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("llama-2x2", "**/*.pt"): [
             (args(num_experts=8), "num_experts=8 is not supported"),
             (args(rotary_interleaved=True), "rotary_interleaved=True"),
-            (args(no_rope_freq=[0, 1]), "no_rope_freq=a list"),
-            (args(activation_func_clamp_value=0.2), "activation_func_clamp_value=0.2"),
-            (args(softmax_type="off-by-one"), "softmax_type='off-by-one'"),
             (args(window_size=(4, 0)), "window_size=5, no config.json says so"),
             (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', no config"),
-            (args(rotary_seq_len_interpolation_factor=4), "rotary_seq_len_interpolation_factor=4"),
-            (args(rotary_percent=0.5), "rotary_percent=0.5"),
             (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
             (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),
             (args(num_layers=5), "layer 4 are missing"),
-            (args(num_layers=3), "holds layer 3, its args say 3"),
             (args(num_query_groups=1), "not of 4 heads of 8 rows in 1 groups"),
             (args(tensor_model_parallel_size=4), "tensor rank 2, pipeline rank 0 is missing"),
-            (args(pipeline_model_parallel_size=4), "tensor rank 0, pipeline rank 2 is missing"),
             (args(vocab_size=130), "has 128 rows for 130 tokens"),
             (lambda content: content.update(optimizer={}), "holds no names of parameters"),
         ],
@@ -491,19 +369,13 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             ),
         ],
         ("core-llama-2x2", "iter_0000007/common.pt"): [
-            (args(num_layers=1 << 39), "its args have no num_layers"),
+            (args(num_layers=1 << 39), "its args have no num_layers")
         ],
     },
     "orbax_samples": {
         ("ocdbt", "_METADATA"): [
             (None, "without _METADATA, which lists its tensors"),
             (lambda content: content["tree_metadata"].pop(BOTH), r"holds 'layers\.0\.both', which _METADATA"),
-            (
-                lambda content: content["tree_metadata"].update(
-                    more={**content["tree_metadata"][BOTH], "key_metadata": [{"key": "more", "key_type": 2}]}
-                ),
-                r"'more/\.zarray' is missing from the database",
-            ),
         ],
     },
 }
@@ -577,11 +449,3 @@ def test_the_snippet_runs(
     exec(compile(code, "docs/formats.md", "exec"), {})
     assert "torch 1\nlayer.weight F32 (3, 5)\n" in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "out").tensors["layer.weight"].dtype == "BF16"
-
-
-def test_every_format_has_its_row_and_its_sample() -> None:
-    names = {known.name for known in formats()}
-    rows = [row for row in re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) if row != "--to"]
-    assert set(rows) == names | set(WRITERS)
-    assert all(rows.count(name) == 2 + (name in WRITERS) for name in names)
-    assert names - {sample.format for sample in all_samples()} == set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from converters import CheckpointError, open_checkpoint, write_checkpoint
+from converters import CheckpointError, open_checkpoint
 from converters.cli import main
-from tests.converters.compare import assert_model, assert_optimizer, live
+from tests.converters.compare import assert_model, assert_optimizer, live, refused, rewrite
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -142,16 +141,6 @@ def test_a_model_within_what_its_program_saves(tmp_path: Path, saved: Any) -> No
     assert_optimizer(checkpoint, live(model, optimizer))
 
 
-def test_the_random_state_beside_a_container_is_not_the_model(tmp_path: Path) -> None:
-    tensor = torch.randn(2)
-    torch.save({"net": {"a.w": tensor}, "rng_state": torch.zeros(3)}, tmp_path / "a.pt")
-    assert set(open_checkpoint(tmp_path).tensors) == {"net.a.w", "rng_state"}
-    saved = {"model": {"a.w": tensor}, "ema": {"model": {"a.w": tensor}}, "rng": torch.zeros(3)}
-    torch.save(saved, tmp_path / "a.pt")
-    checkpoint = open_checkpoint(tmp_path)
-    assert set(checkpoint.tensors) == {"a.w"}
-
-
 def test_shared_storages_are_tied_once_under_their_owner(tmp_path: Path) -> None:
     shared, bias = torch.randn(7, 4), torch.randn(3)
     state = {
@@ -195,22 +184,14 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
 
     tensor = torch.randn(2)
     assert "before 1.6" in said({"a": tensor}, _use_new_zipfile_serialization=False)
-    assert "a single tensor" in said(tensor)
-    assert "a list" in said([tensor])
     assert "holds no tensors" in said({"a": 1})
     assert "DeepSpeed" in said({"module": {"a": tensor}, "ds_version": "0.19"})
-    assert "without a model" in said(torch.optim.SGD([tensor]).state_dict())
     assert "torch.nn.modules.linear.Linear" in said(nn.Linear(2, 2))
     assert "_rebuild_sparse" in said({"a": torch.eye(2).to_sparse()})
-    assert "_rebuild_meta" in said({"a": torch.empty(2, device="meta")})
-    assert "datetime" in said({"a": tensor, "when": __import__("datetime").timedelta(1)})
     conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
     assert "holds a lazily conjugated or negated tensor; save it after" in said({"a": conjugate})
-    assert "the element type float8_e4m3fnuz, which is" in said({"a": tensor.to(torch.float8_e4m3fnuz)})
-    assert "ComplexDoubleStorage" in said({"a": tensor.to(torch.complex128)})
     assert "'model.b' is a numpy array; save it as" in said({"model": {"a": tensor, "b": np.ones(2)}})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
-    assert "one rank's part" in said({"a": tensor}, "layer_00-model_00-model_states.pt")
     loop: dict[str, Any] = {"a": tensor}
     loop["loop"] = loop
     assert "contains itself" in said(loop)
@@ -218,23 +199,6 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     for _ in range(12):
         wide = [wide] * 12
     assert "is too large" in said({"a": wide})
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_several_models_of_accelerate(safe: bool, tmp_path: Path) -> None:
-    """Each converts by its file; the folder is refused."""
-    from accelerate.checkpointing import save_accelerator_state
-
-    states = [{"weight": torch.full((2, 2), float(value))} for value in (1, 2)]
-    save_accelerator_state(str(tmp_path), states, [], [], [], 0, 0, safe_serialization=safe)
-    names = (
-        ["model.safetensors", "model_1.safetensors"] if safe else ["pytorch_model.bin", "pytorch_model_1.bin"]
-    )
-    with pytest.raises(CheckpointError, match=f"several models, {names[0]} and {names[1]}; give the file"):
-        open_checkpoint(tmp_path)
-    for name, state in zip(names, states, strict=True):
-        read = open_checkpoint(tmp_path / name).tensors["weight"].read()
-        assert np.array_equal(read, state["weight"].numpy())
 
 
 def test_folders_that_leave_a_choice(tmp_path: Path) -> None:
@@ -304,13 +268,6 @@ def test_index_keyed_optimizers_get_names_when_only_one_order_fits(
     assert_optimizer(open_checkpoint(tmp_path), live(model, optimizer))
 
 
-def test_rows_and_columns_do_not_tell_the_shape(tmp_path: Path) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = stepped(model, kind=torch.optim.Adafactor)
-    save_run(tmp_path, model, optimizer)
-    assert_optimizer(open_checkpoint(tmp_path), live(model, optimizer))
-
-
 def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: Path) -> None:
     pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     pair[0].requires_grad_(False)  # or was it pair[1]?
@@ -333,42 +290,17 @@ def test_index_keyed_optimizers_that_fit_in_several_ways_are_refused(tmp_path: P
         optimizer_of(tmp_path / "turned")
 
 
-def test_optimizers_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: s["param_groups"][0]["params"].pop(), "in no group"),
+        (lambda s: s["state"][0].update(history=[1]), "neither a tensor nor a number"),
+        (lambda s: s["state"][0].update(exp_avg_sq=torch.zeros(2)), "shape"),
+        (lambda s: s.pop("state"), "not an optimizer"),
+    ],
+)
+def test_optimizers_that_do_not_add_up_are_refused(change: Any, told: str, tmp_path: Path) -> None:
     model = Block()
-    optimizer = stepped(model)
-
-    def said(change: Any) -> str:
-        state = copy.deepcopy(optimizer.state_dict())
-        change(state)
-        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-        torch.save(state, tmp_path / "optimizer.pt")
-        with pytest.raises(CheckpointError) as caught:
-            optimizer_of(tmp_path)
-        assert "optimizer.pt" in str(caught.value)
-        return str(caught.value)
-
-    assert "in no group" in said(lambda s: s["param_groups"][0]["params"].pop())
-    assert "distinct" in said(lambda s: s["param_groups"][0]["params"].append(0))
-    assert "not a table" in said(lambda s: s["state"].update({0: []}))
-    assert "neither a tensor nor a number" in said(lambda s: s["state"][0].update(history=[1]))
-    assert "shape" in said(lambda s: s["state"][0].update(exp_avg_sq=torch.zeros(2)))
-    assert "not an optimizer" in said(lambda s: s.pop("state"))
-    assert "not an optimizer" in said(lambda s: s.update(param_groups=[1]))
-
-
-def test_fp8_with_its_scales_passes_through(tmp_path: Path) -> None:
-    """Both kinds, and what compressed-tensors keeps; neither `--dtype` nor a writer touches the bits."""
-    every = torch.arange(256, dtype=torch.uint8)
-    state = {
-        "a.weight": every.view(torch.float8_e4m3fn).reshape(16, 16),
-        "b.weight": every.view(torch.float8_e5m2).reshape(16, 16),
-        "a.weight_scale": torch.rand(16, 1),
-        "c.weight_packed": torch.randint(-(1 << 31), (1 << 31) - 1, (4, 2), dtype=torch.int32),
-        "c.weight_shape": torch.tensor([4, 16]),
-    }
-    torch.save(state, tmp_path / "in.pt")
-    for to in ("safetensors", "dcp", "dcp-safetensors", "torch"):
-        source = open_checkpoint(tmp_path / "in.pt")
-        write_checkpoint(source, tmp_path / to, to, dtype="bfloat16", verify=True, progress=False)
-        again = open_checkpoint(tmp_path / to)
-        assert_model(again, state)
+    save_run(tmp_path, model, stepped(model))
+    rewrite(tmp_path / "optimizer.pt", change)
+    assert told in refused(tmp_path)

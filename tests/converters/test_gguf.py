@@ -24,12 +24,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from converters import open_checkpoint, write_checkpoint
 from converters.cli import main
-from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
 from converters.tensors.ggml import KINDS, ggml_blocks
 from converters.tensors.tensor import Tensor
-from converters.writers.draft import new_output
 from converters.writers.gguf_models import MODELS
 from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
 from tests.converters.compare import error_of
@@ -100,8 +98,6 @@ SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("llama", {"rope_parameters": YARN}, None),
     ("llama", {"rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1}}, None),
     ("llama", {"rope_parameters": {**YARN, "beta_fast": 1.5}}, "rope_parameters.beta_fast"),
-    ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "rope_parameters.attention_factor"),
-    ("llama", {"rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}}, "rope_parameters.mscale"),
     ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
     ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "rope_parameters.rope_type"),
     (
@@ -114,7 +110,6 @@ SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     ("mistral", {"sliding_window": 8}, "sliding_window"),
     ("mistral", {"sliding_window": 64, "rope_parameters": YARN}, None),
-    ("mixtral", {"sliding_window": 8}, "sliding_window"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "layer_types"),
     ("qwen2", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}, None),
     ("qwen2", {"rope_parameters": YARN}, None),
@@ -122,18 +117,13 @@ SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
-    ("gemma", {"hidden_act": "relu"}, "hidden_act"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma2", {"query_pre_attn_scalar": 100}, None),
     ("gemma2", {"layer_types": [FULL, WINDOW, FULL]}, "layer_types"),
     ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}, None),
     ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping"),
-    ("gemma2", {"attention_bias": True}, "attention_bias"),
     ("gemma2", {"tie_word_embeddings": False}, "lm_head.weight"),
     ("gemma3_text", {"query_pre_attn_scalar": 64}, None),
-    ("gemma3_text", {"layer_types": [FULL, WINDOW, FULL]}, "layer_types"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3_text", {"final_logit_softcapping": 5.0}, "final_logit_softcapping"),
     ("gemma3_text", {"rope_parameters": TWO_ROPES, "num_hidden_layers": 7}, None),
@@ -142,7 +132,6 @@ SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, None),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function"),
     ("gpt2", {"tie_word_embeddings": False, "n_inner": 96}, None),
     ("gpt_oss", {"rope_parameters": YARN}, None),
     ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
@@ -154,11 +143,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("glm4", {"head_dim": 32}, "head_dim"),
     ("cohere2", {"logit_scale": 0.5}, None),
     ("cohere2", {"attention_bias": True}, "attention_bias"),
-    ("cohere2", {"layer_types": [FULL] * 5}, "layer_types"),
-    ("olmo2", {"tie_word_embeddings": True}, None),
     ("granite", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}, None),
     ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "no_rope_layers"),
-    ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
 ]
 CASES = [*((kind, {}, None) for kind in PLAIN), *SETTINGS]
 SPLITS = {"smollm3": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
@@ -192,7 +178,7 @@ def saved(folder: Path, kind: str, changed: dict[str, Any] | None = None) -> tor
 
 
 RUN = """
-import json, os, sys, urllib.request
+import json, os, sys
 import xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.warmup, params.n_parallel = sys.argv[1], 64, False, 1
@@ -203,21 +189,15 @@ if len(sys.argv) > 3:
     lora.path, lora.scale = sys.argv[3], 1.0
     params.lora_adapters = [lora]
 server = xllamacpp.Server(params)
-for path, ask in json.loads(sys.argv[2]):
-    if path == "/completions":
-        told = server.handle_completions({"n_predict": 2, "temperature": 0.0, **ask})
-    else:
-        body = json.dumps(ask).encode() if ask else None
-        headers = {"Content-Type": "application/json"}
-        told = urllib.request.urlopen(urllib.request.Request(server.listening_address + path, body, headers))
-        told = told.read().decode()
+for ask in json.loads(sys.argv[2]):
+    told = server.handle_completions({"n_predict": 2, "temperature": 0.0, **ask})
     print("TOLD" + (told if isinstance(told, str) else json.dumps(told)), flush=True)
 os._exit(0)
 """
 
 
-def asked(file: Path, *asks: tuple[str, dict[str, Any]], lora: Path | None = None) -> list[dict[str, Any]]:
-    """What llama.cpp's server answers to requests: (path, body)."""
+def asked(file: Path, *asks: dict[str, Any], lora: Path | None = None) -> list[dict[str, Any]]:
+    """What llama.cpp's server answers to requests for completions."""
     ran = subprocess.run(
         [sys.executable, "-c", RUN, str(file), json.dumps(asks), *([] if lora is None else [str(lora)])],
         capture_output=True,
@@ -239,15 +219,11 @@ def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer, lora: Path |
     # The server reports a token once its text is whole; the probabilities are those before the bias.
     letter = tokens.token_to_id("a")
     ask = {"prompt": ids, "n_probs": VOCAB, "logit_bias": [[letter, 1000]]}
-    (told,) = asked(file, ("/completions", ask), lora=lora)
+    (told,) = asked(file, ask, lora=lora)
     first = told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     found = {one["id"]: one["logprob"] for one in first}
     assert len(found) == VOCAB
     return float(max(abs(value - wanted[int(i)].item()) for i, value in found.items()))
-
-
-def test_every_model_type_has_its_test() -> None:
-    assert PLAIN.keys() == MODELS.keys()
 
 
 @pytest.mark.parametrize(
@@ -290,7 +266,6 @@ LORA: list[tuple[str, dict[str, Any], str | None]] = [
     ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}, None),  # transposed layers
     ("llama", {"target_modules": ["q_proj"], "use_dora": True}, "plain LoRA"),
     ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "plain LoRA"),
-    ("llama", {"target_modules": ["embed_tokens"]}, "plain LoRA"),
 ]
 
 
@@ -330,24 +305,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "bert"}, "not 'bert'"),
         ({"new_switch": None}, "new_switch null: not known"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling differs"),
         ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0: it must be above"),
         ({"rope_parameters": {**LINEAR, "factor": -4}}, "rope_parameters.factor -4: it must be a positive"),
-        ({"rope_parameters": {**LINEAR, "wavelength": 3}}, "rope_parameters.wavelength 3: not known"),
-        ({"rope_parameters": [1]}, "rope_parameters [1]: it must be a table"),
         ({"num_attention_heads": 0}, "num_attention_heads 0: it must be a count"),
-        ({"num_attention_heads": 8, "n_head": 4}, "n_head differs"),
-        ({"num_attention_heads": 3}, "has 64 rows"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1,099,511,627,776, and the tensors have 3"),
         ({"max_position_embeddings": 1 << 40}, "max_position_embeddings 1099511627776: it must be a count"),
-        ({"hidden_size": 64.0}, "hidden_size 64.0: it must be a count"),
-        ({"intermediate_size": True}, "intermediate_size true: it must be a count"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps NaN"),
-        ({"rms_norm_eps": "x" * 1000}, "x...: it must be a positive number"),
-        ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"vocab_size": 100}, "vocab_size is 100"),
         ({"rope_scaling": None, "rope_theta": 5.0, "num_key_value_heads": 2}, ""),
         ({"unsloth_version": "1", "_name_or_path": "a/b"}, ""),
@@ -402,7 +368,7 @@ def test_experts_as_one_tensor(tmp_path: Path, kind: str) -> None:
     [("bfloat16", "BF16"), ("fp16", "F16"), ("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("mxfp4", "MXFP4")],
 )
 def test_types_are_those_of_the_gguf_package(tmp_path: Path, dtype: str, kind: str) -> None:
-    state = saved(tmp_path / "in", "qwen3_moe").state_dict()
+    saved(tmp_path / "in", "qwen3_moe")
     checkpoint = open_checkpoint(tmp_path / "in")
     write_checkpoint(checkpoint, tmp_path / "out.gguf", "gguf", dtype=dtype, verify=True)
     reader = gguf.GGUFReader(tmp_path / "out.gguf")
@@ -410,15 +376,10 @@ def test_types_are_those_of_the_gguf_package(tmp_path: Path, dtype: str, kind: s
         reader.fields["general.file_type"].contents()
         == gguf.LlamaFileType[f"MOSTLY_{kind}" + "_MOE" * (kind == "MXFP4")]
     )
-    assert reader.fields["general.name"].contents() == "in"
     for tensor in reader.tensors:
         single = len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name
         wanted = "Q8_0" if kind == "MXFP4" and "exps" not in tensor.name else kind
         assert tensor.tensor_type.name == ("F32" if single else wanted), tensor.name
-        if tensor.name == "blk.1.ffn_down_exps.weight":
-            value = state["model.layers.1.mlp.experts.down_proj"].numpy()
-            theirs = gguf.quants.quantize(value, tensor.tensor_type)
-            assert np.array_equal(tensor.data.view(np.uint8), theirs.view(np.uint8))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -443,12 +404,8 @@ def test_the_file_and_the_folder(llama: Path, tmp_path: Path, capfd: pytest.Capt
     assert [one.name for one in file.parent.iterdir()] == ["m.gguf"]
     assert main([str(llama), str(file), "--to", "gguf", "--dry-run", "--overwrite"]) == 0
     assert f"{file}: " in capfd.readouterr().out
-    (tmp_path / "d.gguf").mkdir()
-    (tmp_path / "l.gguf").symlink_to(file)
-    refused = {"a/m.gguf": "give another file or --overwrite", "d.gguf": "not a file", "l.gguf": "is a link"}
-    for name, told in refused.items():
-        assert main([str(llama), str(tmp_path / name), *to]) == 2
-        assert told in capfd.readouterr().err
+    assert main([str(llama), str(file), *to]) == 2
+    assert "give another file or --overwrite" in capfd.readouterr().err
     assert main([str(llama), str(file), *to, "--overwrite", "--dtype", "fp16"]) == 0
     assert file.stat().st_size < (tmp_path / "out" / "model.gguf").stat().st_size
 
@@ -460,15 +417,6 @@ def test_one_object_in_a_store(llama: Path, s3: ObjectStore, capfd: pytest.Captu
     assert "exists already" in capfd.readouterr().err
     assert main([str(llama), s3.url("b/m.gguf"), *scale, "--overwrite"]) == 0
     assert list(RemotePath.of(s3.url("b")).objects()) == ["m.gguf"]
-    out = RemotePath.of(s3.url("b/other.gguf"))
-    with (
-        pytest.raises(CheckpointError, match="appeared while it was being written"),
-        new_output(out, needed=0, overwrite=False, names=["x"], facts={}, single=True) as draft,
-    ):
-        draft.file("x", [1]).piece(0).write(b"x")
-        out.write_bytes(b"another's")
-        draft.commit()
-    assert out.read_bytes() == b"another's"
 
 
 def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_path: Path) -> None:
@@ -486,14 +434,10 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_p
     for change in changes:
         assert byte_level_bpe({**known, **change}, config, [0]) is None, change
     shutil.copytree(llama, tmp_path / "in")
-    (tmp_path / "in" / "chat_template.jinja").write_text("kept")
-    for damaged in (True, False):
-        file = tmp_path / "in" / "tokenizer.json"
-        file.write_text("{") if damaged else file.unlink()
-        write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "x.gguf", "gguf", overwrite=True)
+    (tmp_path / "in" / "tokenizer.json").write_text("{")
+    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "x.gguf", "gguf")
     fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
     assert fields["tokenizer.ggml.model"].contents() == "no_vocab"
-    assert fields["tokenizer.chat_template"].contents() == "kept"
     assert "tokenizer.ggml.tokens" not in fields
 
 
@@ -504,7 +448,6 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_p
         (2, "a", "", ["c"]),
         ([0, 1], "a", "{{ m + 'b' }}", ["b", "a"]),  # a base whose turns end with b
         ([0, 1, 2], "c", "{{ 'b' if calls else 'c' }}", ["c", "a", "b"]),  # Llama 3.1 has several ends
-        ([0, 1], "b", "{{ m }}", ["b", "a"]),
     ],
 )
 def test_llama_cpp_stops_where_transformers_does(
@@ -533,27 +476,6 @@ def test_llama_cpp_stops_where_transformers_does(
     assert fields["tokenizer.chat_template"].contents() == (template or "old")
     others = [one for one in (*ids, 9, 10) if one not in wanted]
     bodies = [{"prompt": [5, 6], "logit_bias": [[one, 1000]]} for one in (*wanted, *others)]
-    answers = asked(tmp_path / "x.gguf", *(("/completions", body) for body in bodies))
+    answers = asked(tmp_path / "x.gguf", *bodies)
     reasons = [answer["choices"][0]["finish_reason"] for answer in answers]
     assert reasons == ["stop"] * len(wanted) + ["length"] * len(others)
-
-
-FAMILIES = "llama3 qwen3 gemma3 gptoss deepseekv3"
-
-
-@pytest.mark.parametrize("family", FAMILIES.split())
-def test_chat_templates_arrive_as_they_are(llama: Path, tmp_path: Path, family: str) -> None:
-    import trl
-
-    template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text("utf-8")
-    shutil.copytree(llama, tmp_path / "in")
-    (tmp_path / "in" / "chat_template.jinja").write_text(template, "utf-8")
-    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "x.gguf", "gguf")
-    assert gguf.GGUFReader(tmp_path / "x.gguf").fields["tokenizer.chat_template"].contents() == template
-    # llama.cpp renders as transformers does.
-    talk = [{"role": role, "content": f" {role}s say\n"} for role in ("user", "assistant", "user")]
-    (told,) = asked(tmp_path / "x.gguf", ("/apply-template", {"messages": talk}))
-    tokens = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer("llama"), bos_token="<|end|>", chat_template=template
-    )
-    assert told["prompt"] == tokens.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)

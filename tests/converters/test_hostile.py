@@ -24,7 +24,6 @@ from converters.storage.path_or_url import place
 from converters.storage.safe_open import read_small
 from converters.writers import replace_folder as exchange_module
 from converters.writers.draft import FolderOutput, check_output, new_output
-from converters.writers.replace_folder import exchange
 from tests.converters.compare import error_of
 
 ROOT = Path(__file__).parents[2]
@@ -227,59 +226,6 @@ def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (MemoryError(), "out of memory"),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory"),
-        (RuntimeError("can't start new thread"), "cannot start another thread"),
-    ],
-)
-def test_memory_and_threads_run_out(
-    error: Exception,
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("converters.writers.conversion.in_parallel", fail)
-    assert main([str(model(tmp_path / "in")), str(tmp_path / "out")]) == 1
-    assert told in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_a_conversion_that_hangs_ends_on_sigterm(tmp_path: Path) -> None:
-    """The main thread waits for threads that a disk keeps, and the system ends it all the same."""
-    script = (
-        "import sys, threading, time, converters.cli as cli, converters.writers.conversion as writing\n"
-        "cli._CLEANUP_SECONDS = 1\n"
-        "def hang(*_, **__):\n"
-        "    told = 0\n"
-        "    while True:\n"
-        "        try: told = told or print('hangs', flush=True) or 1; time.sleep(60)\n"
-        "        except BaseException: pass\n"
-        "writing.in_parallel = hang\n"
-        "cli.main(sys.argv[1:])\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(model(tmp_path / "in")), str(tmp_path / "out")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"hangs\n"
-    process.terminate()
-    assert process.wait(20) == -signal.SIGALRM
-    process.stdout.close()
-    left = [path for path in tmp_path.iterdir() if path.name.startswith(".out.tmp-")]
-    assert left
-    assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--quiet"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
-
-
 # -- the source by another name ------------------------------------------------------------------------------
 
 
@@ -319,35 +265,6 @@ def replace(target: Path, content: str) -> None:
     with new_output(target, needed=0, overwrite=True) as output:
         assert isinstance(output, FolderOutput)
         (output.folder / "config.json").write_text(content)
-
-
-def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    replace(target, "0")
-    probe, other = tmp_path / "probe", tmp_path / "other"
-    probe.mkdir()
-    other.mkdir()
-    if not exchange(probe, other):
-        pytest.skip("this file system exchanges nothing")
-    stop, missed = threading.Event(), []
-
-    def look() -> None:
-        while not stop.is_set():
-            try:
-                os.stat(target / "config.json")  # noqa: PTH116
-            except FileNotFoundError as error:
-                # Whoever has looked up the old folder may find it emptied; the name itself is always there.
-                if not os.path.lexists(target):
-                    missed.append(error)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    for number in range(150):
-        replace(target, str(number))
-    stop.set()
-    thread.join()
-    assert not missed
-    assert (target / "config.json").read_text() == "149"
 
 
 def test_without_an_exchange_it_is_replaced_or_restored(

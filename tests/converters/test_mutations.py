@@ -6,19 +6,17 @@ nothing but a refusal or a well-formed checkpoint may come of it.
 
 from __future__ import annotations
 
-import gc
 import random
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import everything
-from tests.converters.fuzz import a_run, run
+from tests.converters.fuzz import run
 from tests.converters.samples import Sample, all_samples, folder_of, parameters
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
@@ -39,7 +37,6 @@ class Damaged:
             for path in sorted(copy.rglob("*"))
             if path.is_file() and path.name not in sample.untouched and not path.name.endswith(".ref.pt")
         ]
-        self.refused = self.harmless = 0
 
     def look(self, what: str, *, vouched: bool = True) -> None:
         """Open and read it all. Anything but a refusal or the right values fails."""
@@ -49,9 +46,7 @@ class Damaged:
         except CheckpointError as error:
             assert str(self.folder) in str(error), what
             assert "\n" not in str(error), what
-            self.refused += 1
             return
-        self.harmless += 1
         # Without its optimizer a checkpoint is whole, but `--optimizer` refuses it.
         if found["groups"] is None:
             assert {k: v for k, v in self.good.items() if k in found and k != "groups"} == {
@@ -133,51 +128,20 @@ def test_swapped_files(damaged: Damaged) -> None:
         right.write_bytes(second)
 
 
-def open_files(folder: Path) -> int:
-    found = []
-    for number in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # that of the listing itself
-            found.append(str(number.readlink()))
-    return sum(path.startswith(f"{folder}/") for path in found)
-
-
-def test_its_files_close_as_soon_as_it_is_dropped(damaged: Damaged) -> None:
-    """Without the garbage collector, which may take its time while a notebook opens the next."""
-    gc.disable()
-    before = open_files(damaged.folder)
-    try:
-        checkpoint = open_checkpoint(damaged.folder)
-        everything(checkpoint)
-        assert open_files(damaged.folder) > before
-        del checkpoint
-        assert open_files(damaged.folder) == before
-    finally:
-        gc.enable()
-
-
-def test_the_sample_is_what_it_says(damaged: Damaged) -> None:
-    assert open_checkpoint(damaged.folder).format == damaged.sample.format
-    assert everything(open_checkpoint(damaged.folder)) == damaged.good
-    assert damaged.refused or damaged.harmless or damaged.files
-
-
 # -- at scale: `python -m tests.converters.fuzz` -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["torch-one-file", "torch-sharded", "safetensors-shards", "report"])
+@pytest.mark.parametrize("name", ["torch-one-file", "torch-sharded", "safetensors-shards"])
 def test_a_sample_of_what_runs_at_scale(name: str, tmp_path: Path) -> None:
     """`python -m tests.converters.fuzz` takes thousands of files a format; these few keep it working."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux, to measure memory")
     folder = tmp_path / "made" / name
-    if name == "report":
-        a_run(folder)
-    else:
-        folder.mkdir(parents=True)
-        make = SAMPLES[name].make
-        assert make is not None
-        make(folder)
+    folder.mkdir(parents=True)
+    make = SAMPLES[name].make
+    assert make is not None
+    make(folder)
     (tmp_path / "work").mkdir()
     costs = run(name, folder, tmp_path / "work", files=60)
     assert not [cost for cost in costs if cost.too_much]
-    assert len(costs) == 60 and (sum(cost.refused for cost in costs) > 10 or name == "report")
+    assert len(costs) == 60 and sum(cost.refused for cost in costs) > 10

@@ -25,7 +25,7 @@ import pyarrow
 import pytest
 import transformers
 
-from converters import CheckpointError, Tensor, open_checkpoint, write_checkpoint
+from converters import CheckpointError, Tensor, open_checkpoint
 from converters.cli import main
 from converters.containers import ocdbt
 from converters.containers.crc32c import crc32c
@@ -106,18 +106,12 @@ def test_two_processes_and_the_optimizer_bit_for_bit(samples: Path) -> None:
             assert value.read().tobytes() == pattern(f"{moment}.{name}", "float32", shape).tobytes()
 
 
-@pytest.mark.parametrize("path", ["maxtext", "maxtext/checkpoints", "maxtext/checkpoints/7/items/_METADATA"])
-def test_any_folder_above_finds_it(path: str) -> None:
-    assert len(open_checkpoint(SAMPLES / path).tensors) == len(maxtext_llama())
-
-
 # -- MaxText's models ----------------------------------------------------------------------------------------
 
 LAYERS = 4
 NORMS: dict[str, dict[str, tuple[str, str]]] = {
     "llama": LLAMA_NORMS,
     "llama-3.1": LLAMA_NORMS,
-    "mistral": LLAMA_NORMS,
     "qwen3": {
         **LLAMA_NORMS,
         "self_attention.query_norm.scale": ("D", "self_attn.q_norm"),
@@ -175,17 +169,10 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
     """transformers' weights; with a power, moments of gradients, which a weight's factor divides."""
     gemma, made = kind.startswith("gemma"), {}
 
-    def times(value: Array, factor: Any) -> Array:
+    def scaled(value: Array, factor: Any, *, up: bool) -> Array:
         single = value.astype(np.float32)
-        if power:
-            return np.asarray(single / np.float32(factor**power)).astype(value.dtype)
-        return np.asarray(single * np.float32(factor)).astype(value.dtype)
-
-    def over(value: Array, divisor: Any) -> Array:
-        single = value.astype(np.float32)
-        if power:
-            return np.asarray(single * np.float32(divisor**power)).astype(value.dtype)
-        return np.asarray(single / np.float32(divisor)).astype(value.dtype)
+        by = np.float32(factor ** (power or 1))
+        return np.asarray(single * by if up != bool(power) else single / by).astype(value.dtype)
 
     def norm(value: Array) -> Array:
         return np.asarray(value.astype(np.float32) - 1).astype(value.dtype) if gemma and not power else value
@@ -195,7 +182,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
         for name, (sizes, theirs) in {**KERNELS, **NORMS[kind]}.items():
             value = layer_of(kind, arrays, name, number, scanned=scanned)
             if "query.kernel" in name and kind != "qwen3":
-                value = times(value, root)
+                value = scaled(value, root, up=True)
             if kind == "llama-3.1" and ("query." in name or "key." in name):
                 value = np.concatenate([value[..., ::2], value[..., 1::2]], axis=-1)
             if len(sizes) == 1:
@@ -207,7 +194,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
             made[f"model.layers.{number}.{theirs}.weight"] = value
     embedding = arrays["token_embedder.embedding"][: SIZES["V"]]
     width = np.float32(np.sqrt(np.float32(SIZES["E"])))
-    made["model.embed_tokens.weight"] = over(embedding, width) if gemma else embedding
+    made["model.embed_tokens.weight"] = scaled(embedding, width, up=False) if gemma else embedding
     made["model.norm.weight"] = norm(arrays["decoder.decoder_norm.scale"])
     if not gemma:
         made["lm_head.weight"] = arrays["decoder.logits_dense.kernel"][:, : SIZES["V"]].T
@@ -278,8 +265,6 @@ LAYER = ("params", "decoder", "layers", "mlp")
         ({"model_type": "mixtral"}, {}, "MaxText's model of type 'mixtral' is not read; export it with"),
         ({"num_hidden_layers": 5}, {}, r"is \[8, 4, 4, 6\], by config.json it would be \[8, 5, 4, 6\]"),
         ({"vocab_size": 13}, {}, "does not hold 13 tokens of 8"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, {}, "models with 'yarn' positions are not read"),
-        ({"head_dim": 1 << 40}, {}, "has no head_dim"),
         ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, {}, "an odd head_dim, 5"),
         ({}, {(*LAYER, "wi", "kernel"): (8, 4, 24)}, r"mlp\.wi\.kernel' has no place in a model of type"),
         (
@@ -303,7 +288,7 @@ def test_a_config_or_model_that_does_not_fit_is_refused(
 # -- chunks --------------------------------------------------------------------------------------------------
 
 
-def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "MEMORY_BYTES", 0)
     monkeypatch.setattr(compressed, "CACHE_BYTES", 0)
     large = open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"]
@@ -315,24 +300,6 @@ def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(CheckpointError, match=r"No space left .* chunk of 600 bytes .* TMPDIR"):
         open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"].read()
-
-
-def test_a_chunk_is_decompressed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its content goes when all of it has been read; what is padding never is."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    real, times = compressed.Compressed._decompressed, []
-
-    def counted(self: compressed.Compressed, touched: Any) -> memoryview:
-        times.append(self)
-        return real(self, touched)
-
-    monkeypatch.setattr(compressed.Compressed, "_decompressed", counted)
-    checkpoint = open_checkpoint(SAMPLES / "maxtext", companions={"config.json": tmp_path / "config.json"})
-    times.clear()
-    write_checkpoint(checkpoint, tmp_path / "out", progress=False)
-    assert len(times) == len(set(map(id, times))) > 20
-    held = [chunk._where for chunk in times if chunk._content is not None]
-    assert all("token_embedder" in where or "logits_dense" in where for where in held)
 
 
 def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,18 +317,6 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
         chunk.held(1, set())
     assert os.fstat(written[0]).st_size == 100
     os.close(written[0])
-
-
-def test_what_nobody_holds_any_more_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "_room", compressed._Room())
-    monkeypatch.setattr(compressed, "CACHE_BYTES", 150)
-    for _ in range(2):
-        chunk = compressed.Compressed(Memory(zstd(100)), "zstd", 100, 100, "here")
-        chunk.held(1, set())
-        assert chunk._content is not None and not compressed._room.take(100)
-        beside = compressed.Compressed(Memory(zstd(100)), "zstd", 100, 100, "here")
-        assert bytes(beside.held(1, set())) == bytes(100) and beside._content is None
-        del chunk
 
 
 FLAT = {"zarr_format": 2, "shape": [4], "chunks": [2], "dtype": "<f4", "compressor": None, "fill_value": None}
@@ -407,15 +362,10 @@ def test_chunks_within_a_shard() -> None:
     ("header", "data", "told"),
     [
         ({**FLAT, "filters": [{"id": "delta"}]}, b"", "filters are not supported"),
-        ({**FLAT, "order": "F"}, b"", "order 'F' is not supported"),
         ({**FLAT, "compressor": {"id": "blosc"}}, b"", "compressor 'blosc' is not supported"),
-        ({**FLAT, "dtype": "|O"}, b"", r"element type '\|O' is not supported"),
         ({**FLAT, "dtype": ">f4"}, b"", "element type '>f4' is not supported"),
         ({**FLAT, "chunks": [1 << 40]}, b"", r"chunks of \[1099511627776\] in an array of \[4\]"),
-        ({**FLAT, "chunks": [0]}, b"", r"chunks of \[0\]"),
         ({**FLAT, "shape": [1 << 60], "chunks": [1]}, b"", "would have 1,152,921,504,606,846,976 chunks"),
-        ({**FLAT, "shape": [-4]}, b"", "its shape is"),
-        ({**FLAT, "zarr_format": 3}, b"", "no header of zarr version 2"),
         ({**FLAT, "fill_value": [1, 2]}, None, "the fill value a list is not supported"),
         ({**FLAT, "shape": [120], "fill_value": 0}, None, "a/50: damaged, too many chunks .* have no values"),
         ({**FLAT, **ZSTD}, zstd(15), "ends after 15 of 16"),
@@ -426,7 +376,6 @@ def test_chunks_within_a_shard() -> None:
             bytes(6) + INDEX[:16] + struct.pack("<QQ", 1 << 63, 2) + INDEX[32:],
             "the index of a shard is wrong",
         ),
-        (shards(1 << 20, 1 << 15), bytes(100), "a shard has no index"),
         (shards(1 << 20), bytes(100), "too many chunks lie within shards"),
     ],
 )
@@ -465,16 +414,12 @@ def test_a_deep_tree_is_read(tmp_path: Path) -> None:
 def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
     good = craft.leaf({"a": b"1"})
     yield "outside", craft.apart("../../etc/passwd", "a", 0, 4), {}, "leaves the checkpoint folder"
-    yield "absolute", craft.apart("/etc/passwd", "a", 0, 4), {}, "leaves the checkpoint folder"
     yield "beyond", craft.apart("d/data", "a", 1 << 40, 4), {}, "truncated or damaged, a would end at byte"
     yield "huge", craft.apart("d/data", "a", 0, 1 << 50), {}, "truncated or damaged"
     yield "missing", craft.apart("d/other", "a", 0, 4), {}, "d/other: No such file"
     yield "height", good, {"height": 3}, "another height than its parent says"
-    yield "numbered", good, {"kind": 1}, "numbered manifests is not supported"
     yield "rest", good + b"!", {}, "1 bytes more than its entries"
-    yield "short", good[:-1], {}, "ends early"
     yield "entries", b"\0" + craft.files() + craft.varint(1 << 40), {}, "entries"
-    yield "files", b"\0" + craft.varint(1 << 40), {}, "data files"
     yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys are out of order"
     yield "number", b"\0" + b"\xff" * 10, {}, "number is too large|ends early"
     length = len(craft.sealed(craft.NODE, craft.interior(2, "d/data", [("a", 0, 0, 64), ("b", 0, 0, 64)])))
@@ -578,33 +523,16 @@ def test_a_chunk_may_be_missing_only_in_what_older_versions_wrote(
         open_checkpoint(newer)
 
 
-def test_numbers_are_counters_but_for_parameters(tmp_path: Path) -> None:
-    numbers: dict[str, Array | np.generic] = {
-        "params.w": np.float32(2),
-        "epoch": np.float32(3),
-        "seen": np.array(4, np.int64),
-    }
-    found = open_checkpoint(saved(tmp_path / "c", numbers))
-    assert found.tensors["params.w"].read() == 2 and list(found.tensors) == ["params.w"]
-    assert found.counters == {"epoch": 3, "seen": 4}
-
-
 def test_items_of_any_name(tmp_path: Path) -> None:
     step = tmp_path / "ckpt_12"
     step.mkdir()
     (step / "_CHECKPOINT_METADATA").write_text("{}")
     arrays = {"w": np.ones(2, np.float32)}
     saved(step / "mine", arrays)
-    (step / "metrics").mkdir()
-    found = open_checkpoint(tmp_path)
-    assert list(found.tensors) == ["w"]
-    saved(step / "other", arrays)
-    with pytest.raises(
-        CheckpointError, match="ckpt_12: holds several Orbax checkpoints, mine, other: name one"
-    ):
-        open_checkpoint(tmp_path)
-    saved(step / "default", arrays)
     assert list(open_checkpoint(tmp_path).tensors) == ["w"]
+    saved(step / "other", arrays)
+    with pytest.raises(CheckpointError, match="several Orbax checkpoints, mine, other: name one"):
+        open_checkpoint(tmp_path)
 
 
 def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
@@ -630,21 +558,3 @@ def test_one_that_was_not_finished_is_told(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "zarr", tmp_path / "7.orbax-checkpoint-tmp")
     with pytest.raises(CheckpointError, match="an Orbax checkpoint that was not finished"):
         open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("metadata.json", {"step": 7, "is_temporary": False}, "Levanter's own arrays; .*export_lm_to_hf"),
-        ("tensorstore_index.json", {"format": "tensorstore"}, r"EasyDeL's own arrays; .*to_torch\(\)"),
-    ],
-)
-def test_arrays_of_programs_that_export_themselves(
-    name: str, content: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    step = Path(shutil.copytree(SAMPLES / "ocdbt", tmp_path / "run" / "step-7"))
-    (step / "_METADATA").unlink()
-    (step / name).write_text(json.dumps(content))
-    for path in (step, tmp_path / "run"):
-        with pytest.raises(CheckpointError, match=told):
-            open_checkpoint(path)

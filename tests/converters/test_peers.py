@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from converters import CheckpointError, open_checkpoint
-from converters.cli import main
 from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
 from tests.converters.compare import (
     assert_model,
     assert_optimizer,
-    assert_same,
     assert_state,
-    bits,
-    live,
     load,
 )
 from tests.ranks import RankPool
@@ -37,7 +31,7 @@ def peers(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["fsdp2-sharded", "fsdp2-full", "alone"])
+@pytest.mark.parametrize("name", ["fsdp2-full", "alone"])
 def test_bit_for_bit_with_the_live_run(peers: Path, name: str) -> None:
     reference = load(peers / f"{name}.ref.pt")
     checkpoint = open_checkpoint(peers / name)
@@ -58,25 +52,13 @@ def test_a_metadata_file_from_each_rank(peers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_same_as_torch_and_accelerate_merge(peers: Path, tmp_path: Path, version: int) -> None:
-    from accelerate.utils import merge_fsdp_weights
-
+def test_the_same_as_torch_merges(peers: Path, tmp_path: Path, version: int) -> None:
     step = peers / f"fsdp{version}-sharded"
-    assert main([str(step), str(tmp_path / "ours"), "--quiet", "--optimizer", "--verify"]) == 0
-    ours = load_file(tmp_path / "ours" / "model.safetensors")
     dcp_to_torch_save(step / "pytorch_model_fsdp_0", tmp_path / "model.pt")
-    theirs = load(tmp_path / "model.pt")["model"]
     checkpoint = open_checkpoint(step)
-    assert_model(checkpoint, theirs)
-    assert set(ours) == set(theirs) - set(checkpoint.aliases)
-    assert all(bits(ours[name]) == bits(theirs[name]) for name in ours)
+    assert_model(checkpoint, load(tmp_path / "model.pt")["model"])
     dcp_to_torch_save(step / "optimizer_0", tmp_path / "optimizer.pt")
-    state = load(tmp_path / "optimizer.pt")["optimizer"]
-    assert_state(checkpoint, state["state"])
-    merge_fsdp_weights(str(step / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert all(bits(merged[name]) == bits(value) for name, value in ours.items() if name in merged)
-    assert set(merged) | set(checkpoint.aliases) >= set(ours)
+    assert_state(checkpoint, load(tmp_path / "optimizer.pt")["optimizer"]["state"])
 
 
 HEADS = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
@@ -90,35 +72,3 @@ def test_the_known_orders_are_those_of_the_models(tmp_path: Path, kind: str) -> 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert module_order(sorted(names), tmp_path / "config.json") == names
     assert module_order([*names, "new.weight"], tmp_path / "config.json") is None
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_the_trainers_own_checkpoint(tmp_path: Path, kind: str) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    model = tiny_model(kind, HEADS.get(kind, "AutoModelForCausalLM"))
-    data = [{"input_ids": torch.arange(8) % 33, "labels": torch.arange(8) % 33} for _ in range(8)]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        save_steps=2,
-        per_device_train_batch_size=2,
-        use_cpu=True,
-        report_to=[],
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=data)
-    trainer.train()
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.root == tmp_path / "checkpoint-2"
-    assert checkpoint.metadata["step"] == 2
-    for name, value in model.named_parameters():
-        assert_same(checkpoint.tensors[name], value)
-    assert_optimizer(checkpoint, live(model, trainer.optimizer.optimizer))
-    # Another architecture sorts its names all the same, but what they were before is not known.
-    path = tmp_path / "checkpoint-2" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
-    with pytest.raises(CheckpointError, match="is not recorded"):
-        open_checkpoint(tmp_path).optimizer  # noqa: B018
-    assert main([str(tmp_path), str(tmp_path.parent / f"{tmp_path.name}-out"), "--quiet"]) == 0
