@@ -95,25 +95,6 @@ def test_the_export_has_both(base: Path, conversations: Path, tmp_path: Path, br
     assert tokens("<|im_end|>", add_special_tokens=False)["input_ids"] == [385]
 
 
-def test_rows_in_parts_are_those_of_the_whole() -> None:
-    torch.manual_seed(0)
-    table = torch.randn(200, 8)
-    whole = GrownTensor(ComputedTensor.of(table), 207, 1).read()
-    assert whole.shape == (207, 8)
-    for start, stop, columns in (
-        (0, 207, slice(0, 3)),
-        (195, 203, slice(2, 8)),
-        (203, 207, slice(0, 8)),
-        (0, 5, slice(1, 2)),
-    ):
-        part = GrownTensor(ComputedTensor.of(table), 207, 1).read((slice(start, stop), columns))
-        assert (part == whole[start:stop, columns]).all()
-    mean, spread = table.mean(0), (1e-9**0.5) * table.std(0)
-    assert (abs(torch.tensor(whole[200:]) - mean) < 6 * spread + 1e-7).all()
-    bias = GrownTensor(ComputedTensor.of(table[:, 0]), 202, 1).read()
-    assert bias[200] == bias[201] == pytest.approx(float(table[:, 0].mean()), rel=1e-5)
-
-
 def test_an_adapter_holds_the_new_rows_of_a_tied_model(
     conversations: Path, corpus: Path, tmp_path: Path, brief_runs: None
 ) -> None:

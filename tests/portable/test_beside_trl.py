@@ -19,10 +19,10 @@ from portable.data.tokens.chat_template import ChatTemplate
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.parity import opened
-from tests.portable.chat_support import NO_FRAME, TALK, record, template, tokenizer
+from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_beside_trainer import Ordered
-from tests.portable.test_chat_masks import MARKED, THOUGHTS, encode, talks
+from tests.portable.test_chat_masks import THOUGHTS, encode
 from tests.runs import TINY_MODEL
 
 trl: Any = pytest.importorskip("trl")
@@ -38,27 +38,6 @@ def trainer(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any)
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(name),
     )
-
-
-@pytest.mark.parametrize("name", MARKED)
-def test_labels_of_answers(name: str, tmp_path: Path) -> None:
-    """TRL finds its template with marks by the model's own; here it is given as a file."""
-    conversations = list(talks(name).values())
-    theirs = trainer(
-        name,
-        [{"messages": messages} for messages in conversations],
-        tmp_path,
-        assistant_only_loss=True,
-        max_length=None,
-    ).train_dataset
-    for row, messages in zip(theirs, conversations, strict=True):
-        encoded = encode(name, template(f"{name}_training"), {"messages": messages})
-        assert encoded.tokens[0].tolist() == row["input_ids"]
-        labels = [
-            token if trained else IGNORED
-            for token, trained in zip(encoded.tokens[0].tolist(), encoded.trained[0], strict=True)
-        ]
-        assert labels == row["labels"]
 
 
 @pytest.mark.parametrize(

@@ -170,14 +170,6 @@ def test_the_judge() -> None:
     for step, value in enumerate([3.0, 2.95, 2.86, 2.84, float("nan")], start=1):
         best_tracker(eval_history, step, {"eval_loss": value})
     assert (eval_history.best, eval_history.mark, eval_history.waited) == ([(4, 2.84)], 2.84, 4)
-    assert best_tracker(eval_history, 5, {"eval_loss": 0.0}) == Decision(False, True)  # counted already
-    other = BestTracker("eval_accuracy", "max", keep_best=1)
-    assert other(eval_history, 6, {"eval_accuracy": 0.5}) == Decision(True)
-    assert other(eval_history, 7, {"eval_accuracy": 0.4}) == Decision(False)
-    with pytest.raises(UserError, match="has no eval_accuracy; it has eval_loss"):
-        other(eval_history, 8, {"eval_loss": 1.0})
-    for damaged in (None, {}, {"best": 3}, eval_history.stored() | {"mark": "x"}):
-        assert EvalHistory.of(damaged) == EvalHistory()
 
 
 # -- data of its own ---------------------------------------------------------------------------------------

@@ -79,28 +79,3 @@ def test_data_workers_end_with_a_killed_rank(tmp_path: Path, zygote: Zygote) -> 
     os.kill(rank, signal.SIGKILL)
     started.communicate(timeout=60)
     wait_for(lambda: not any(map(alive, processes)), 5)
-
-
-FORKS = """
-import multiprocessing, os, sys, time
-def work():
-    child = os.fork()
-    if child == 0:
-        time.sleep(0.5)
-        os._exit(7)
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-if __name__ == "__main__":
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["portable.ranks.forkserver_preload"])
-    worker = context.Process(target=work)
-    worker.start()
-    worker.join()
-    sys.exit(worker.exitcode)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such order to the system")
-def test_what_a_data_worker_forks_itself_is_its_own_affair(tmp_path: Path) -> None:
-    script = tmp_path / "main.py"
-    script.write_text(FORKS)
-    assert subprocess.run([sys.executable, str(script)], check=False).returncode == 7

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from portable import Callback, UserError, plugins, train
+from portable import UserError, plugins, train
 from portable.api import with_objects
-from portable.commands.dry_run import dry_run
 from portable.config import RunConfig
 from portable.reporting.metrics import read_metrics
-from portable.run.callbacks import Run, callback_order
+from portable.run.callbacks import Run
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
 from tests.parity import launched
 from tests.ranks import RankPool
 from tests.runs import configured, losses
@@ -112,29 +110,6 @@ def test_what_a_callback_may_not_do(kind: str, told: str, tmp_path: Path, corpus
     with pytest.raises(UserError, match=told) as caught:
         train(config)
     assert "\n" not in str(caught.value)
-
-
-class OfTheClass(Callback):
-    """Of the class of the run's own, with one of its methods."""
-
-    def on_end(self, run: Run) -> None:
-        (Path(str(run.folder)) / "seen.txt").write_text(str(run.step))
-
-
-def test_the_order_is_told_before_the_run(
-    tmp_path: Path, corpus: Path, brief_runs: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = configured(
-        tmp_path / "run", corpus, train__steps=1, train__callbacks=f"{HERE}:OfTheClass", hub__push="end",
-        hub__repo="me/model",
-    )  # fmt: skip
-    names = ["watchdog", f"train.callbacks: {HERE}:OfTheClass", "report", "evaluate", "save"]
-    assert callback_order(config, profile=True) == [*names[:2], "profile", *names[2:], "upload"]
-    config = config.replaced({"hub.push": None, "hub.repo": None})
-    dry_run(resolve(config, "cpu"))
-    assert ", ".join(names) in " ".join(capsys.readouterr().out.split())
-    train(config)
-    assert (tmp_path / "run" / "seen.txt").read_text() == "1"
 
 
 class Nothing:  # this and the next: ``command_line_refused.yaml``

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 import yaml
@@ -128,12 +126,6 @@ def test_a_sample_of_each_answer(name: str) -> None:
         assert np.flatnonzero(encoded.trained[number]).tolist() == list(range(len(prompt), len(whole)))
 
 
-def test_everything() -> None:
-    encoded = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="all")
-    assert encoded.trained[0].all()
-    assert (encoded.stopping, len(encoded.ends)) == (1, 1)
-
-
 @pytest.mark.parametrize("case", ROWS["rows"], ids=lambda case: case["it"])
 def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
     family, name = case["family"], case.get("template", case["family"])
@@ -168,58 +160,6 @@ def test_the_token_that_ends_an_answer(name: str) -> None:
     encoded = encode(name, tokenizer(name).chat_template, {"messages": GREETING})
     assert encoded.ends == {tokenizer(name).convert_tokens_to_ids(FAMILIES[name].answer_end): 1}
     assert (encoded.stopping, encoded.unstopped) == (1, "")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_assistant_speaks_first(name: str) -> None:
-    """Some templates write a system prompt with the first message, others fail without any."""
-    text = plain_chatml() if name == "chatml" else template(name)
-    messages = [GREETING[1], *GREETING]
-    try:
-        whole = tokenizer(name).apply_chat_template(messages, return_dict=False)
-    except jinja2.TemplateError as error:
-        with pytest.raises(UserError, match=re.escape(f"the template fails ({error})")):
-            encode(name, text, {"messages": messages})
-        return
-    encoded = encode(name, text, {"messages": messages})
-    if len(encoded.tokens) == 1:
-        assert encoded.tokens[0].tolist() == whole
-    found = [trained(name, encoded, at) for at in range(len(encoded.tokens))]
-    assert "system" not in "".join(found) and "assistant" not in "".join(found)
-    assert found[0].removeprefix("<|channel|>final<|message|>").lstrip().startswith("It is 5.")
-    assert "".join(found).count("It is 5.") == 2
-
-
-@pytest.mark.parametrize("roles", [("user",), ("user", "assistant"), ("system", "assistant")])
-@pytest.mark.parametrize("name", ["chatml", "llama3", "llama3_training", "gemma", "qwen3", "qwen3_training"])
-def test_roles_whose_messages_are_trained(name: str, roles: tuple[str, ...]) -> None:
-    """What they say and the end of their turn, found in the text that transformers renders."""
-    family = name.removesuffix("_training")
-    for talk in (GREETING, TALK):
-        messages = [*(SYSTEM if FAMILIES[family].system else []), *talk]
-        if not FAMILIES[family].system and "system" in roles:
-            continue
-        document = record({"messages": messages}, roles=frozenset(roles))
-        encoded = ChatTemplate(tokenizer(family), template(name), NO_FRAME).encode([document])
-        found = [trained(family, encoded, at) for at in range(len(encoded.tokens))]
-        whole = tokenizer(family).apply_chat_template(
-            messages, chat_template=template(name), tokenize=False, return_dict=False
-        )
-        end, place, expected = FAMILIES[family].answer_end, 0, []
-        for message in messages:
-            content = message["content"] if message["content"] in whole else message["content"].strip()
-            place = whole.index(content, place)
-            said = whole[place : whole.index(end, place) + len(end)]
-            thinks = family == "qwen3" and message["role"] == "assistant"
-            if message["role"] in roles:
-                expected.append("<think>\n\n</think>\n\n" * thinks + said)
-        assert "".join(found).replace(end + "\n", end) == "".join(expected)
-        assert encoded.stopping == len(encoded.tokens)
-        assert len(found) == (
-            len(expected)
-            if name == "qwen3" and "assistant" in roles and len(expected) > 1 and talk is TALK
-            else 1
-        )
 
 
 def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:

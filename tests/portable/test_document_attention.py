@@ -152,14 +152,6 @@ def test_the_list_of_types_is_right(model_type: str) -> None:
         assert not worst(model_type) < 1e-4
 
 
-def test_the_comparison_notices_what_a_document_sees() -> None:
-    documents, batch = packed()
-    model = tiny("llama")
-    blind = {name: batch[name] for name in ("input_ids", "labels")}
-    assert gap(model, blind, documents) > 1e-2
-    assert gap(tiny("mamba"), batch, documents) > 1e-2
-
-
 def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path) -> None:
     """Which hold out the same documents."""
     found = []
@@ -185,11 +177,6 @@ def test_a_call_per_document_is_used_where_it_can(monkeypatch: pytest.MonkeyPatc
     token_loss(model, batch)
     one_layer = [length for row in ROWS for length in (*row, LENGTH - sum(row)) if length]
     assert lengths == one_layer * 2
-    lengths.clear()
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    token_loss(model, batch)
-    assert lengths == [LENGTH] * 2
 
 
 def test_compiled_layers_are_compiled_once() -> None:
