@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable.config import RunConfig
 from portable.errors import UserError
-from portable.model.grown import GrownTensor
-from portable.model.tensors import ComputedTensor
 from portable.run.rank import run_rank
 from tests.engines import Engines
 from tests.parity import opened
@@ -123,12 +121,6 @@ def test_an_adapter_holds_the_new_rows_of_a_tied_model(
         wanted = loaded(**tokens).logits
         torch.testing.assert_close(merged(**tokens).logits, wanted, rtol=0, atol=1e-5)
     assert merged.config.tie_word_embeddings and merged.config.vocab_size == 386
-    before = GrownTensor(
-        ComputedTensor.of(AutoModelForCausalLM.from_pretrained(base).lm_head.weight), 386, 384
-    )
-    learned = merged.lm_head.weight.detach()[384:]
-    assert not torch.allclose(learned, torch.tensor(before.read()[384:]), atol=1e-3)
-
     again = {**settings, "adapter__name_or_path": str(final), "train__steps": 1}
     del again["adapter__type"], again["adapter__trainable_token_indices"]
     run_rank("cpu", configured(tmp_path / "again", conversations, **again))

@@ -209,15 +209,6 @@ def test_a_start_that_only_the_generation_config_has(tmp_path: Path) -> None:
     assert SpecialTokens(model_config(settings), settings).decoder_start(tokenizer) == 9
 
 
-def test_a_default_start_is_of_the_tokenizer_that_is_there() -> None:
-    """Marian's class says 58100 for padding and start alike, far outside a small vocabulary."""
-    tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
-    model, config, _ = aligned(None, tokenizer, "seq2seq-lm", model_type="marian", **SIZES["bart"])
-    assert config.decoder_start_token_id == config.pad_token_id == tokenizer.pad_token_id
-    assert model.generation_config.decoder_start_token_id == tokenizer.pad_token_id
-    assert config.forced_eos_token_id == config.eos_token_id == tokenizer.eos_token_id
-
-
 # -- classes
 
 

@@ -10,11 +10,9 @@ import pytest
 
 from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
-from portable.config import keys, load_config
-from portable.data.dataset import build_data, inspect_data
+from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.evaluation.best_tracker import BestTracker, Decision, EvalHistory
-from portable.reporting.html_report import RunRecord
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
@@ -203,12 +201,9 @@ def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -
     assert {name for name in rows[-1] if name.startswith("eval_")} == {
         f"eval_{name}/{source}" for name in names for source in ("news", "code", "held_out")
     }
-    config = load_config(tmp_path / "config.yaml")
-    assert keys.plain(config.data.eval) == given["data__eval"] and config.data.eval_fraction == 0.1
     state = TrainerState.read(checkpoints_of(tmp_path).latest() or tmp_path)
     assert state.metadata["evaluation_data"].keys() == {"news", "code"}
     assert (state.eval_history.metric, state.eval_history.mode) == ("eval_accuracy/code", "max")
-    assert "eval_loss/code" in RunRecord.read(tmp_path).rows[-1]
 
 
 def test_evaluation_data_may_change_within_a_run(
@@ -220,18 +215,6 @@ def test_evaluation_data_may_change_within_a_run(
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows if "eval_loss" in row] == [1, 2]
     assert [row["step"] for row in rows if "eval_loss/news" in row][-2:] == [3, 4]
-
-
-def test_evaluation_files_among_those_of_training_are_told(
-    sources: dict[str, Path], tmp_path: Path, corpus: Path
-) -> None:
-    """A folder or a pattern of the training data easily has them."""
-    told = "data.eval: the run is trained on files of it, too"
-    given: dict[str, Any] = {"data__eval": {"source": str(sources["code"])}, "data__vocab_size": 300}
-    assert load_config({"data": {"eval": given["data__eval"]}}).data.eval_fraction == 0
-    both = configured(tmp_path, corpus, data__source=[str(corpus), str(sources["code"])], **given)
-    assert told in build_data(both.data).sizes.warnings and told in inspect_data(both.data).warnings
-    assert told not in build_data(configured(tmp_path, corpus, **given).data).sizes.warnings
 
 
 def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import subprocess
@@ -19,7 +18,6 @@ from portable.cli import main
 from portable.commands.init import tasks
 from portable.config import load_config
 from portable.model import build as models
-from portable.reporting.html_report import main as portable_report
 from tests.runs import TINY_MODEL, flags, tiny
 from tests.tiny_models import tiny_config
 
@@ -131,20 +129,6 @@ def test_each_is_refused_before_anything_is_written(
     for word in row["words"]:
         assert word in line
     assert not (tmp_path / "out").exists()
-
-
-def test_words_that_are_missing_or_unknown_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, arguments, words in (
-        (portable_report, [], "RUN (see portable-report --help)"),
-        (main, ["init", "--task", "chatt"], "'chat', 'classification'"),
-        (main, ["completion", "nu"], "'bash', 'zsh', 'fish'"),
-        (main, ["--data.sources", "[{source: x}]"], "error: --data.sources: data.sources.1: has no name"),
-        (main, ["--output_dir", "ftp://host/x", "--dry-run"], "ftp:// is no object store"),
-    ):
-        with contextlib.suppress(SystemExit):
-            assert command(arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ") and words in line
 
 
 def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,18 +98,6 @@ def test_default_warmup_follows_steps(steps: int, warmup: int) -> None:
     assert build_schedule(checked({"train": {"epochs": 2}}).train, steps).warmup_steps == warmup
 
 
-def test_replaced_checks_again_and_does_not_count_as_set() -> None:
-    config = checked({"precision": "tf32"})
-    on_gpu = config.replaced({"backend": "cuda"}).replaced({"train.micro_batch_size": 2})
-    assert (on_gpu.backend, on_gpu.train.micro_batch_size) == ("cuda", 2)
-    assert on_gpu.is_set("precision")
-    assert not on_gpu.is_set("backend")
-    assert config.backend == "auto"
-    with pytest.raises(UserError, match="tf32"):
-        check(config.replaced({"backend": "xla"}))
-    assert RunConfig().replaced({"train.steps": 50}).train.warmup_steps == 5  # a default that follows
-
-
 def test_one_file_may_hold_settings_for_every_backend() -> None:
     for backend in ("auto", "cpu", "cuda", "xla"):
         checked({"backend": backend, "xla": {"scan_layers": True}, "fsdp": {"forward_prefetch": True}})

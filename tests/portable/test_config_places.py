@@ -117,16 +117,3 @@ def test_a_mistake_is_blamed_on_the_file_that_made_it(files: tuple[str, str], tm
     wrong.write_text("train: {learning_rat: 2}")
     with pytest.raises(UserError, match=r"wrong.yaml:1: unknown key train.learning_rat"):
         checked([files[0], wrong, files[1]])
-
-
-def test_the_dry_run_says_where_settings_came_from(
-    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("Some words, and more of them. " * 200)
-    argv = ["--config", files[0], "--config", files[1], "--backend", "cpu", "--dry-run"]
-    argv += ["--data.source", str(text), "--output_dir", str(tmp_path / "run")]
-    assert main(argv) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f" train.steps {files[1]}:2 (over {files[0]}:4) " in said
-    assert " data.source --data.source " in said

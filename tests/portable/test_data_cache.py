@@ -23,7 +23,6 @@ from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWrite
 from portable.data.tokens.tokenize import TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
-from portable.temporary_folder import made_once
 from tests.portable.data_support import corpus, settings_of, source, texts, write_jsonl
 
 
@@ -173,11 +172,6 @@ def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
     with pytest.raises(UserError, match="contains no text"):
         build(Given([]), tokenizer, tmp_path / "cache")
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"data\.cache_dir: cannot write in"):
-        made_once(tmp_path / "file" / "entry", TokenCache.intact, lambda draft: None)
-    with pytest.raises(RunError, match=r"data\.cache_dir: .*entry: damaged, just written"):
-        made_once(tmp_path / "entry", TokenCache.intact, lambda draft: None)
 
 
 BUILDER = """

@@ -331,10 +331,7 @@ def test_a_checkpoint_that_says_no_step(
     asked = {"checkpoint__resume_step": 4}
     assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0
     said = capsys.readouterr().err
-    assert "warning: " in said and "has 20 of 20 weights only in BF16" in said
-    assert "has the optimizer state only in BF16" in said
-    assert "momentum_buffer of 20 parameters" in said
-    assert "resuming at step 4" in said
+    assert "has 20 of 20 weights only in BF16" in said and "resuming at step 4" in said
     # A checkpoint of this program says where it stands.
     ours = tmp_path / "run" / "checkpoints" / "step-000005"
     line = refusal(capsys, command(ours, corpus, tmp_path / "other", **chosen, **asked))

@@ -287,14 +287,6 @@ def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, s
     assert line.startswith("data.source: ") and line.isprintable()
 
 
-def test_what_is_honest_is_read(tmp_path: Path) -> None:
-    """The same makers with nothing that is refused."""
-    for number, make in enumerate((card("data_files: '*.jsonl'"), saved("data-00000-of-00001.arrow"))):
-        folder = tmp_path / str(number) / "data"
-        folder.mkdir(parents=True)
-        assert [one.text for one in source(str(make(folder))).documents()] == ["mine"]
-
-
 # -- templates -----------------------------------------------------------------------------------------------
 
 SAYS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
