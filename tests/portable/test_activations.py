@@ -23,7 +23,6 @@ from portable.model.freezing import freeze, frozen_names
 from portable.model.layers import every_parameter_gets_gradient, transformer_layers
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
-from portable.planner import activations as planner
 from portable.planner.activations import DTYPES, activations, fake_batch
 from portable.planner.passes import Compute, Request
 from portable.private.of_transformers import no_value_checks
@@ -153,16 +152,6 @@ def test_the_mask_of_packed_documents_counts() -> None:
         on_cpu = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
         assert activations(model, on_cpu).total == totals[True]
     assert totals["documents"] > totals[True]
-
-
-def test_autocast_on_a_gpu_normalises_in_fp32() -> None:
-    """As torch's table of CUDA operations has it; on a CPU it stays in 16 bits."""
-    values = torch.ones(2, 8, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert nn.functional.layer_norm(values, (8,)).dtype == torch.bfloat16
-        with planner._CudaAutocast(torch.bfloat16):
-            assert nn.functional.layer_norm(values, (8,)).dtype == torch.float32
-            assert nn.functional.linear(values, values).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["xlnet", "longformer", "opt"])

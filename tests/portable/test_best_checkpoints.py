@@ -138,30 +138,6 @@ def test_a_killed_run_ends_at_the_same_step(
     assert rows == [1, 2, 3, 4, 5]
 
 
-def test_a_signal_comes_before_an_evaluation(
-    told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launch ends without the evaluation that was due; the next one makes up for it, and it counts."""
-    from contextlib import contextmanager
-
-    steps = [0]
-
-    @contextmanager
-    def signals() -> Iterator[Any]:
-        def requested() -> bool:
-            steps[0] += 1
-            return steps[0] == 4
-
-        yield requested
-
-    with monkeypatch.context() as patched:
-        patched.setattr("portable.loop.stop_signals", signals)
-        assert leg(tmp_path, corpus, **PATIENT) == 75
-    assert 4 not in told and kept(tmp_path)[-1] == 4
-    assert leg(tmp_path, corpus, **PATIENT) == 0
-    assert kept(tmp_path)[-1] == 5 and told == dict.fromkeys(range(1, 6), 1)
-
-
 def test_the_judge() -> None:
     eval_history = EvalHistory()
     best_tracker = BestTracker("eval_loss", "min", keep_best=1, patience=2, threshold=0.1)

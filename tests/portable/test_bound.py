@@ -15,32 +15,6 @@ from tests.portable.test_launch import alive
 from tests.ranks import wait_for
 from tests.zygote import Zygote
 
-SPAWNS = """
-import multiprocessing, os, sys, time
-from pathlib import Path
-if __name__ != "__main__":  # in the child, which imports this first
-    Path(sys.argv[1]).write_text(str(os.getpid()))
-    time.sleep(60)
-from portable.ranks.parent_death import spawned_die_with_us
-if __name__ == "__main__":
-    with spawned_die_with_us():
-        multiprocessing.get_context("spawn").Process(target=print).start()
-    time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread looks after it, once there is one")
-def test_a_rank_that_is_still_importing_ends_with_its_launcher(tmp_path: Path) -> None:
-    note, script = tmp_path / "child", tmp_path / "main.py"
-    script.write_text(SPAWNS)
-    parent = subprocess.Popen([sys.executable, str(script), str(note)])
-    wait_for(lambda: note.exists() and note.read_text() != "")
-    child = int(note.read_text())
-    assert alive(child)
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: not alive(child), 5)
-
 
 def load_and_wait(folder: str) -> None:
     """Be a rank with two data workers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import yaml
 
 from portable.data.sources.conversations import read_preference
 from portable.data.sources.documents import ANSWERING, Document
-from portable.data.tokens.chat_template import ChatTemplate, Encoded, notes
+from portable.data.tokens.chat_template import ChatTemplate, Encoded
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -100,15 +99,6 @@ def test_answers_are_found_by_their_prefixes(name: str) -> None:
 
 
 THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
-
-
-def test_reasoning_that_the_template_leaves_out_is_told() -> None:
-    """How much each leaves out: ``lost`` in ``chat_rows.yaml``."""
-    counts = encode("llama3", template("llama3"), {"messages": THOUGHTS}).counts
-    with pytest.raises(UserError, match="it leaves out all reasoning, which 1 of 1 records have"):
-        notes(counts, "")
-    told = notes(counts + Counter(records=1), "")
-    assert "leaves out the reasoning of 3 of the 3 answers" in told[0]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])

@@ -9,7 +9,6 @@ import pytest
 from portable.cli import main
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.errors import UserError
-from portable.planner.cli import main as plan
 from tests.runs import checked
 
 PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.may_be_path}
@@ -56,10 +55,8 @@ def test_options_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert parse_args(["--config=~/run.yaml"]).config.seed == 5
     assert load_config("~/run.yaml").seed == 5
     assert parse_args(["--resume-info", "${SCRATCH}/x"]).resume_info == "/scratch/x"
-    for command in (main, plan):
-        assert command(["--config", "$NOT_SET/run.yaml"]) == 2
-        said = capsys.readouterr().err
-        assert said == "error: --config $NOT_SET/run.yaml: the environment variable NOT_SET is not set\n"
+    assert main(["--config", "$NOT_SET/run.yaml"]) == 2
+    assert "the environment variable NOT_SET is not set" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -177,9 +177,6 @@ def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
         build_data(given)
     assert build_data(replace(given, train_on="all")).end_of_turn is not None
-    (tmp_path / "bad.jinja").write_text("{% for x %}")
-    with pytest.raises(UserError, match="it is no valid template"):
-        build_data(replace(given, chat_template=str(tmp_path / "bad.jinja")))
 
 
 # -- templates -----------------------------------------------------------------------------------------------
@@ -414,13 +411,8 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
         data__eval_fraction=0,
         model__config={**TINY_MODEL, "vocab_size": 512, "max_position_embeddings": 128},
     )
-    before = sorted(tmp_path.iterdir())
     assert main([*flags(given), "--show-data", "2"]) == 0
     shown = capsys.readouterr().out
     assert "[[It is 5.<|eot_id|>]]<|start_header_id|>user" in shown
     assert "[[\\x1b[2J<|eot_id|>]]" in shown and "\x1b" not in shown
     assert "Be brief.<|eot_id|>" in shown
-    assert "2 to train, of 128 tokens" in shown
-    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "cache"])
-    assert main([*flags(given), "--show-data", "2", "--dry-run"]) == 2
-    assert main([*flags(given), "--show-data", "2", "--data.train_on", "completion"]) == 2

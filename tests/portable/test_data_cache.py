@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 import time
@@ -155,11 +154,8 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     cache = TokenCache.open(whole.folder)
     assert cache.tokens["text"][:256].tolist() == tokens[:256]
     assert cache.tokens["text"][-1] == tokens[-1]
-    carried = pickle.loads(pickle.dumps(cache))  # noqa: S301
     with pytest.raises(RunError, match=r"text\.bin: damaged at byte 512; run"):
         cache.tokens["text"][250:300]
-    with pytest.raises(RunError):
-        carried.document("text", next(n for n in range(50) if cache.offsets["text"][n + 1] > 300))
     again = build(given, tokenizer, tmp_path)  # as the next leg does
     assert again.tokens["text"].tolist() == tokens
     assert "warning: data.cache_dir" in capsys.readouterr().err

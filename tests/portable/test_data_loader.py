@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,10 +58,6 @@ def slow_batches(data: Slow) -> BatchIterator:
     return iter(TrainLoader(data, seed=0, global_batch_size=1, micro_batch_size=1))
 
 
-def readers() -> int:
-    return sum(thread.name == "read-ahead" for thread in threading.enumerate())
-
-
 def test_reading_goes_on_during_the_step_up_to_a_limit() -> None:
     data = Slow()
     batches = slow_batches(data)
@@ -75,23 +69,6 @@ def test_reading_goes_on_during_the_step_up_to_a_limit() -> None:
     assert 4 <= data.reads <= 8
     assert data.readers == {"read-ahead"}
     batches.close()
-
-
-@pytest.mark.parametrize("how", ["close", "drop"])
-def test_the_thread_ends(how: str) -> None:
-    gc.collect()
-    before = readers()
-    batches: Any = slow_batches(Slow(delay=0.001))
-    next(batches)
-    assert readers() == before + 1
-    if how == "close":
-        batches.close()
-        batches.close()
-        with pytest.raises(StopIteration):
-            next(batches)
-    del batches
-    gc.collect()
-    assert readers() == before
 
 
 def test_an_error_arrives_in_its_place() -> None:

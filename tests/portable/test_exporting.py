@@ -47,22 +47,6 @@ def test_it_keeps_what_a_person_put_there(
     assert (tmp_path / "final.kept-2" / "config.json").read_text() == "{}"
 
 
-def test_it_holds_what_was_saved_and_no_more(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Files that make weights loadable, beside those of the checkpoint, where no save has put them."""
-    run = tmp_path / "run"
-    step = run / "checkpoints" / checkpoint.name
-    shutil.copytree(checkpoint, step)
-    (step / "added_tokens.json").write_text('{"stray": 3}')
-    (run / "vocab.txt").write_text("stray")
-    export(step, run / "final")
-    export(checkpoint, tmp_path / "final")
-    names = [sorted(path.name for path in (folder / "final").iterdir()) for folder in (run, tmp_path)]
-    assert names[0] == names[1]
-    assert "added_tokens.json: was not saved with" in caplog.text
-
-
 def test_a_link_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "thesis.txt").write_text("mine")
@@ -159,21 +143,3 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
     assert "README.md was not part of the export; moved to" in capsys.readouterr().err
     assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
-
-
-def test_what_appears_while_a_store_is_written_is_not_replaced(
-    checkpoint: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    final = RemotePath.of(s3.url("run/final"))
-    export(checkpoint, final)
-    whole = s3.tree("run/final")
-    commit = remote_output.StoreOutput.commit
-
-    def late(draft: remote_output.StoreOutput) -> None:
-        s3.put("run/final/README.md", b"late")
-        commit(draft)
-
-    monkeypatch.setattr(remote_output.StoreOutput, "commit", late)
-    with pytest.raises(UserError, match=r"README.md: appeared while .* nothing was replaced"):
-        export(checkpoint, final)
-    assert s3.tree("run/final") == {**whole, "README.md": b"late"}

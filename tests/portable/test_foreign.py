@@ -332,10 +332,6 @@ def test_a_checkpoint_that_says_no_step(
     assert main(command(path, corpus, tmp_path / "run", **chosen, **asked)) == 0
     said = capsys.readouterr().err
     assert "has 20 of 20 weights only in BF16" in said and "resuming at step 4" in said
-    # A checkpoint of this program says where it stands.
-    ours = tmp_path / "run" / "checkpoints" / "step-000005"
-    line = refusal(capsys, command(ours, corpus, tmp_path / "other", **chosen, **asked))
-    assert "checkpoint.resume_step" in line and "is a checkpoint of this program" in line
 
 
 class Trap:

@@ -78,9 +78,7 @@ def test_two_ranks_upload_the_final_model_once(
     assert sum("/commit/" in one for one in hub.requests) == sum("create" in one for one in hub.requests) == 1
     assert f"{hub.url}/me/of-two" in (tmp_path / "of-two" / "log.txt").read_text("utf-8")
     card = there[CARD].decode()
-    head = yaml.safe_load(card.split("---\n")[1])
-    assert head["pipeline_tag"] == "text-generation" and "portable-trainer" in head["tags"]
-    assert "| step | loss |" in card and "| `train.steps` | 2 |" in card
+    assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-generation"
     assert str(tmp_path) not in card and str(corpus.parent) not in card and "corpus.jsonl" in card
     assert not any(json.loads(line)["text"] in card for line in corpus.read_text().splitlines())
 
