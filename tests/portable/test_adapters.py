@@ -38,6 +38,12 @@ def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
     return model, found
 
 
+def test_a_pattern_that_is_a_name(tmp_path: Path) -> None:
+    """What else the model cannot have: ``command_line_refused.yaml``."""
+    with pytest.raises(UserError, match=r"adapter\.target_modules: 'q_proj' matches no whole .* in a list"):
+        adapted(tmp_path, adapter__target_modules="q_proj")
+
+
 KINDS: list[dict[str, Any]] = [
     {},
     {"adapter__use_dora": True, "adapter__modules_to_save": ["lm_head"], "model__config": UNTIED},

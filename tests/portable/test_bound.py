@@ -1,4 +1,4 @@
-"""No process outlives the one that began it: not while it imports, nor as a data worker."""
+"""No data worker outlives the rank that began it."""
 
 from __future__ import annotations
 

@@ -49,15 +49,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train_tokenizer(source(str(corpus(folder))), 300, folder)
 
 
-def job(given: Source, tokenizer: Any, cache: Path) -> TokenizeJob:
-    vocabulary = Vocabulary.of(tokenizer)
-    return TokenizeJob(
-        given.settings, tokenizer, vocabulary, special_token_frame("causal-lm", vocabulary), cache
-    )
-
-
 def build(given: Source, tokenizer: Any, cache: Path) -> TokenCache:
-    return job(given, tokenizer, cache).tokens(given)
+    vocabulary = Vocabulary.of(tokenizer)
+    frame = special_token_frame("causal-lm", vocabulary)
+    return TokenizeJob(given.settings, tokenizer, vocabulary, frame, cache).tokens(given)
 
 
 def test_batches_and_pieces_do_not_show(
