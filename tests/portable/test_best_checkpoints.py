@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,19 @@ def test_a_killed_run_ends_at_the_same_step(
     assert kept(tmp_path)[-1] == 5 and 3 in kept(tmp_path)
     rows = [row["step"] for row in read_metrics(tmp_path) if "eval_loss" in row]
     assert rows == [1, 2, 3, 4, 5]
+
+
+def test_a_signal_comes_before_an_evaluation(
+    told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch ends without the evaluation that was due; the next one makes up for it, and it counts."""
+    asked = iter([False, False, False, True])
+    with monkeypatch.context() as patched:
+        patched.setattr("portable.loop.stop_signals", lambda: nullcontext(lambda: next(asked)))
+        assert leg(tmp_path, corpus, **PATIENT) == 75
+    assert 4 not in told and kept(tmp_path)[-1] == 4
+    assert leg(tmp_path, corpus, **PATIENT) == 0
+    assert kept(tmp_path)[-1] == 5 and told == dict.fromkeys(range(1, 6), 1)
 
 
 def test_the_judge() -> None:
