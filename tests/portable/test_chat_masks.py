@@ -157,11 +157,21 @@ def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
     thinks = {"role": "assistant", "content": "5", "reasoning_content": "hm"}
     row = {"prompt": GREETING[:1], "chosen": [thinks], "rejected": [GREETING[1]]}
     both = [Document("", conversation=one) for one in read_preference(row, "x")]  # type: ignore[arg-type]
-    encoded = ChatTemplate(tokenizer("qwen3"), template("qwen3"), NO_FRAME, pairs=True).encode(both)
-    ask = tokenizer("qwen3").apply_chat_template(GREETING[:1], add_generation_prompt=True, return_dict=False)
-    for tokens, mask in zip(encoded.tokens, encoded.trained, strict=True):
-        assert tokens[: len(ask)].tolist() == ask
-        assert np.flatnonzero(mask).tolist() == list(range(len(ask), len(mask)))
+    forced = template("qwen3").replace(
+        "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n\\n' }}"
+    )
+    assert forced != template("qwen3")
+    for text in (template("qwen3"), forced):
+        encoded = ChatTemplate(tokenizer("qwen3"), text, NO_FRAME, pairs=True).encode(both)
+        ask = tokenizer("qwen3").apply_chat_template(
+            GREETING[:1], chat_template=text, add_generation_prompt=True, return_dict=False
+        )
+        common = min(
+            next(at for at, (a, b) in enumerate(zip([*ask, None], one.tolist(), strict=False)) if a != b)
+            for one in encoded.tokens
+        )
+        for mask in encoded.trained:
+            assert np.flatnonzero(mask).tolist() == list(range(common, len(mask)))
 
 
 def test_a_newline_that_joins_the_answers_own() -> None:
