@@ -11,7 +11,7 @@ import sys
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tests import answers
@@ -25,20 +25,12 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
     """Serve the dataset ``name``; yield the URL. ``requests`` gets paths and ranges."""
     oids = {path: hashlib.sha1(content).hexdigest() for path, content in files.items()}
 
-    def entry(path: str) -> dict[str, Any]:
-        return {"type": "file", "path": path, "size": len(files[path]), "oid": oids[path]}
+    folders = {str(PurePosixPath(path).parent) for path in files} - {"."}
 
-    def listed(folder: str) -> list[dict[str, Any]]:
-        begin = f"{folder}/" if folder else ""
-        found: dict[str, dict[str, Any]] = {}
-        for path in files:
-            if path.startswith(begin):
-                inner, deeper, _ = path[len(begin) :].partition("/")
-                below = begin + inner
-                found[below] = (
-                    {"type": "directory", "path": below, "size": 0, "oid": "0"} if deeper else entry(path)
-                )
-        return list(found.values())
+    def entry(path: str) -> dict[str, Any]:
+        if path in folders:
+            return {"type": "directory", "path": path, "size": 0, "oid": "0"}
+        return {"type": "file", "path": path, "size": len(files[path]), "oid": oids[path]}
 
     class Handler(Answers):
         def _json(self, answer: Any) -> None:
@@ -49,20 +41,16 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
             path = urllib.parse.unquote(self.path.partition("?")[0])
             requests.append((f"{self.command} {path}", self.headers.get("Range") or ""))
             api, files_at = f"/api/datasets/{name}", f"/datasets/{name}/resolve/{COMMIT}/"
-            if path in (api, f"{api}/revision/{COMMIT}", f"{api}/revision/main"):
+            if path in (api, f"{api}/revision/{COMMIT}"):
                 siblings = [{"rfilename": one} for one in files]
-                told = {"id": name, "sha": COMMIT, "private": False, "gated": False, "tags": []}
-                self._json({**told, "siblings": siblings})
+                self._json({"id": name, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings})
             elif path.startswith(f"{api}/tree/{COMMIT}"):
-                self._json(listed(path.removeprefix(f"{api}/tree/{COMMIT}").strip("/")))
+                folder = PurePosixPath(path.removeprefix(f"{api}/tree/{COMMIT}").strip("/"))
+                self._json([entry(one) for one in (*files, *folders) if PurePosixPath(one).parent == folder])
             elif path == f"{api}/paths-info/{COMMIT}":
-                asked = urllib.parse.parse_qs(body.decode()).get("paths") or json.loads(body)["paths"]
-                folders = [{"type": "directory", "path": one, "oid": "0"} for one in asked if any(
-                    other.startswith(f"{one}/") for other in files)]  # fmt: skip
-                self._json([entry(one) for one in asked if one in files] + folders)
-            elif (
-                path.startswith(files_at) and (content := files.get(path.removeprefix(files_at))) is not None
-            ):
+                asked = urllib.parse.parse_qs(body.decode())["paths"]
+                self._json([entry(one) for one in asked if one in files or one in folders])
+            elif (content := files.get(path.removeprefix(files_at))) is not None:
                 headers = {"ETag": f'"{oids[path.removeprefix(files_at)]}"', "X-Repo-Commit": COMMIT,
                            "Accept-Ranges": "bytes"}  # fmt: skip
                 if (span := self.headers.get("Range")) is not None:

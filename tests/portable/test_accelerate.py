@@ -60,9 +60,8 @@ def config_of(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], *arg
     return parse_args(list(arguments)).config
 
 
-@pytest.mark.parametrize("text", [XLA, XLA.replace("  xla", "xla")], ids=["in fsdp_config", "at the top"])
-def test_the_guides_file_for_tpus(text: str, tmp_path: Path) -> None:
-    invocation = parsed(tmp_path, text)
+def test_the_guides_file_for_tpus(tmp_path: Path) -> None:
+    invocation = parsed(tmp_path, XLA)
     run = invocation.config
     assert (run.backend, run.strategy, run.precision) == ("xla", "full_shard", "bf16")
     assert (run.xla.shard_param_on_dim_0, run.memory.activation_checkpointing) == (True, "full")
@@ -91,12 +90,6 @@ def test_what_was_not_asked_for_changes_nothing(kind: str) -> None:
     found = read_environment(launched(kind))
     assert not found.notes
     assert found.values == ({"backend": "cpu"} if kind == "--cpu" else {})
-
-
-def test_variables_without_a_launch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert parse_args([]).config == load_config()
 
 
 def test_the_rest_of_the_launcher_is_refused_or_noted() -> None:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ from portable.model import build as models
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.chunked_loss import chunked_head
 from portable.model.freezing import freeze, frozen_names
-from portable.model.layers import every_parameter_gets_gradient, layer_kinds, transformer_layers
+from portable.model.layers import every_parameter_gets_gradient, transformer_layers
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
-from portable.planner import activations as planner
 from portable.planner.activations import DTYPES, activations, fake_batch
 from portable.planner.passes import Compute, Request
 from portable.private.of_transformers import no_value_checks
@@ -154,33 +152,6 @@ def test_the_mask_of_packed_documents_counts() -> None:
         on_cpu = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
         assert activations(model, on_cpu).total == totals[True]
     assert totals["documents"] > totals[True]
-
-
-def test_depth_is_proportion() -> None:
-    """One layer and two tell what 80 take, and nothing is allocated but on fake devices."""
-    config = config_of("llama", "bf16", "none", **{"model.config.num_hidden_layers": 9})
-    model = built(config)
-    request = Request.of(config, micro_batch=1, compute="cast", on_gpu=False)
-    took = planner._passes
-    kinds = layer_kinds(model)
-    (phases,) = [took(model, request, kinds, dict.fromkeys(kinds, 9))]
-    with pytest.MonkeyPatch.context() as patch, allocations() as recording, recording.phase("all"):
-        patch.setattr(planner, "_passes", counted := Mock(side_effect=took))
-        found = activations(model, request)
-    assert counted.call_count == 2
-    assert found.total == max(sum(phase) for phase in phases)
-    assert recording.phases["all"].peak < found.total / 100
-    assert all(p.is_meta for p in model.parameters())
-
-
-def test_autocast_on_a_gpu_normalises_in_fp32() -> None:
-    """As torch's table of CUDA operations has it; on a CPU it stays in 16 bits."""
-    values = torch.ones(2, 8, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert nn.functional.layer_norm(values, (8,)).dtype == torch.bfloat16
-        with planner._CudaAutocast(torch.bfloat16):
-            assert nn.functional.layer_norm(values, (8,)).dtype == torch.float32
-            assert nn.functional.linear(values, values).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["xlnet", "longformer", "opt"])

@@ -44,11 +44,6 @@ def test_a_pattern_that_is_a_name(tmp_path: Path) -> None:
         adapted(tmp_path, adapter__target_modules="q_proj")
 
 
-def test_parameters_that_are_no_modules(tmp_path: Path) -> None:
-    model, _ = adapted(tmp_path, model__config=MOE, adapter__target_parameters=["mlp.experts.gate_up_proj"])
-    assert "model.layers.1.mlp.experts.lora_A.default.weight" in stored_tensors(model)
-
-
 KINDS: list[dict[str, Any]] = [
     {},
     {"adapter__use_dora": True, "adapter__modules_to_save": ["lm_head"], "model__config": UNTIED},
@@ -129,14 +124,9 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"adapter\.r: 4, but .* has 3; remove adapter\.r"):
         adapted(tmp_path, adapter__config=str(path), adapter__r=4)
     document = json.loads(path.read_text())
-    for changed, message in (
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication .* is not supported"),
-        ({"peft_type": "VERA"}, "type VERA are not supported, only LORA and IA3"),
-    ):
-        path.write_text(json.dumps({**document, **changed}))
-        with pytest.raises(UserError, match=f"adapter.config: .*{message}"):
-            adapted(tmp_path, adapter__config=str(path))
+    path.write_text(json.dumps({**document, "peft_type": "VERA"}))
+    with pytest.raises(UserError, match="VERA are not supported, only LORA and IA3"):
+        adapted(tmp_path, adapter__config=str(path))
     for lacking, wanted in (
         ({"r": None, "lora_alpha": None, "rank_pattern": None}, {"r": 8, "lora_alpha": 8}),
         ({"target_modules": None}, {"target_modules": ["q_proj", "v_proj"]}),
@@ -147,35 +137,15 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
         path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
         _, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
         assert {key: as_json(adapter.config)[key] for key in wanted} == wanted
-    path.write_text(json.dumps({**document, "target_modules": ["c_attn"]}))
-    with pytest.raises(UserError, match=r"adapter\.target_modules: the model has no c_attn"):
-        adapted(tmp_path, adapter__type=None, adapter__config=str(path))
     path.write_text(json.dumps({"peft_type": "IA3"}))
     _, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
     assert set(adapter.config.target_modules) == {"k_proj", "v_proj", "down_proj"}
     assert set(adapter.config.feedforward_modules) == {"down_proj"}
-    path.write_text("[]")
-    with pytest.raises(UserError, match="is not a mapping"):
-        adapted(tmp_path, adapter__config=str(path))
-    with pytest.raises(UserError, match="no such file"):
-        adapted(tmp_path, adapter__config=str(tmp_path / "none.json"))
-
-
-def test_what_base_and_adapter_lack_is_refused(tmp_path: Path) -> None:
-    _, adapter = adapted(tmp_path)
-    for missing, remedy in (
-        ("classifier.dense.bias", "add classifier to adapter.modules_to_save"),
-        ("scale", "put it into a module"),
-    ):
-        with pytest.raises(UserError, match=f"has no {missing}, which would be random .*; {remedy}, or take"):
-            adapter.check_base([missing])
 
 
 def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:
     """A pretrained model has none, so the adapter is worth nothing without it."""
-    for kind, head in (("bert", "classifier"), ("bart", "classification_head")):
-        given = {"model__task": "sequence-classification", "model__config": tiny_config(kind)}
-        model, adapter = adapted(tmp_path, **given)
-        assert any(name.startswith(f"{head}.modules_to_save.") for name in stored_tensors(model))
-        assert as_json(adapter.config)["task_type"] == "SEQ_CLS"
-        assert head in as_json(adapter.config)["modules_to_save"]
+    given = {"model__task": "sequence-classification", "model__config": tiny_config("bert")}
+    model, adapter = adapted(tmp_path, **given)
+    assert any(name.startswith("classifier.modules_to_save.") for name in stored_tensors(model))
+    assert as_json(adapter.config)["task_type"] == "SEQ_CLS"

@@ -5,7 +5,6 @@ The arguments are those of the migration page's table, and what it says of the T
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,35 +33,25 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 Rows = list[dict[str, "Tensor"]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run: what it trains, and how the batch is put together."""
-
-    settings: dict[str, Any]
-    rows: int = 6
-    accumulation: int = 1
-
-
-def regression(settings: dict[str, Any]) -> dict[str, Any]:
-    """On three numbers."""
-    config = {**settings["model__config"], "problem_type": "regression", "num_labels": 3}
-    return {**settings, "model__config": config}
-
-
 LLAMA: dict[str, Any] = {"model__config": {**TINY_MODEL, "num_hidden_layers": 1}}
 MASKED: dict[str, Any] = {"model__task": "masked-lm", "data__packing": False}
 LABELLED: dict[str, Any] = {**MODELS["bert"], "model__task": "sequence-classification"}
-CASES = {
-    "causal, packed": Case({**LLAMA, "train__warmup_steps": 2}, accumulation=3),
-    "causal, padded": Case({**LLAMA, "data__packing": False, "train__schedule": "cosine"}, accumulation=2),
-    "masked": Case(MODELS["bert"]),
-    "masked, with mBART's decoder": Case({"model__config": tiny_config("mbart"), **MASKED}),
-    "seq2seq": Case({**MODELS["t5"], "train__weight_decay": 2.0}),
-    "classification": Case({**LABELLED, "train__weight_decay": 0.01}),
-    "classification by numbers": Case({**regression(LABELLED), "data__label_field": "numbers"}),
-    "classification of several kinds": Case({**LABELLED, "data__label_field": "kinds"}),
-    "adafactor": Case({**LLAMA, "train__optimizer": "adafactor", "train__adafactor_rule": "transformers"}),
+THREE = {**LABELLED["model__config"], "problem_type": "regression", "num_labels": 3}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "causal, packed": ({**LLAMA, "train__warmup_steps": 2}, 3),
+    "causal, padded": ({**LLAMA, "data__packing": False, "train__schedule": "cosine"}, 2),
+    "masked": (MODELS["bert"], 1),
+    "masked, with mBART's decoder": ({"model__config": tiny_config("mbart"), **MASKED}, 1),
+    "seq2seq": ({**MODELS["t5"], "train__weight_decay": 2.0}, 1),
+    "classification": ({**LABELLED, "train__weight_decay": 0.01}, 1),
+    "classification by numbers": ({**LABELLED, "model__config": THREE, "data__label_field": "numbers"}, 1),
+    "classification of several kinds": ({**LABELLED, "data__label_field": "kinds"}, 1),
+    "adafactor": (
+        {**LLAMA, "train__optimizer": "adafactor", "train__adafactor_rule": "transformers"},
+        1,
+    ),
 }
+"""What is trained, and over how many micro-batches a gradient is accumulated."""
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +210,7 @@ def ours(config: RunConfig) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
-    case = CASES[name]
+    case, accumulation = CASES[name]
     source = labelled if "classification" in name else corpus
     settings = {
         **page_settings(),
@@ -229,14 +218,14 @@ def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, la
         "train__steps": 6,
         "train__eval_every": 3,
         "train__learning_rate": 3e-3,
-        "train__global_batch_size": case.rows,
-        "train__micro_batch_size": case.rows // case.accumulation,
+        "train__global_batch_size": 6,
+        "train__micro_batch_size": 6 // accumulation,
         "checkpoint__export": False,
-        **case.settings,
+        **case,
     }
     config = configured(tmp_path / "ours", source, **settings)
     losses, evaluations = ours(config)
-    theirs, their_evaluations = beside(config, tmp_path / "theirs", case.accumulation)
+    theirs, their_evaluations = beside(config, tmp_path / "theirs", accumulation)
     assert losses == pytest.approx(theirs, rel=1e-5)
     assert evaluations == pytest.approx(their_evaluations, rel=1e-5)
     assert (len(losses), len(evaluations)) == (6, 2)
@@ -257,7 +246,7 @@ def test_it_judges_as_the_trainer_does(tmp_path: Path, labelled: Path) -> None:
     """Accuracy, the step at which early stopping ends the run, and the best value."""
     settings = {
         **page_settings(),
-        **CASES["classification"].settings,
+        **CASES["classification"][0],
         "data__eval_fraction": 0.4,
         "train__steps": 20,
         "train__eval_every": 1,

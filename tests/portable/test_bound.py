@@ -1,4 +1,4 @@
-"""No process outlives the one that began it: not while it imports, nor as a data worker."""
+"""No data worker outlives the rank that began it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,6 @@ import pytest
 from tests.portable.test_launch import alive
 from tests.ranks import wait_for
 from tests.zygote import Zygote
-
-SPAWNS = """
-import multiprocessing, os, sys, time
-from pathlib import Path
-if __name__ != "__main__":  # in the child, which imports this first
-    Path(sys.argv[1]).write_text(str(os.getpid()))
-    time.sleep(60)
-from portable.ranks.parent_death import spawned_die_with_us
-if __name__ == "__main__":
-    with spawned_die_with_us():
-        multiprocessing.get_context("spawn").Process(target=print).start()
-    time.sleep(60)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread looks after it, once there is one")
-def test_a_rank_that_is_still_importing_ends_with_its_launcher(tmp_path: Path) -> None:
-    note, script = tmp_path / "child", tmp_path / "main.py"
-    script.write_text(SPAWNS)
-    parent = subprocess.Popen([sys.executable, str(script), str(note)])
-    wait_for(lambda: note.exists() and note.read_text() != "")
-    child = int(note.read_text())
-    assert alive(child)
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: not alive(child), 5)
 
 
 def load_and_wait(folder: str) -> None:
@@ -79,28 +53,3 @@ def test_data_workers_end_with_a_killed_rank(tmp_path: Path, zygote: Zygote) -> 
     os.kill(rank, signal.SIGKILL)
     started.communicate(timeout=60)
     wait_for(lambda: not any(map(alive, processes)), 5)
-
-
-FORKS = """
-import multiprocessing, os, sys, time
-def work():
-    child = os.fork()
-    if child == 0:
-        time.sleep(0.5)
-        os._exit(7)
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-if __name__ == "__main__":
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["portable.ranks.forkserver_preload"])
-    worker = context.Process(target=work)
-    worker.start()
-    worker.join()
-    sys.exit(worker.exitcode)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such order to the system")
-def test_what_a_data_worker_forks_itself_is_its_own_affair(tmp_path: Path) -> None:
-    script = tmp_path / "main.py"
-    script.write_text(FORKS)
-    assert subprocess.run([sys.executable, str(script)], check=False).returncode == 7

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 import yaml
 
 from portable.data.sources.conversations import read_preference
 from portable.data.sources.documents import ANSWERING, Document
-from portable.data.tokens.chat_template import ChatTemplate, Encoded, notes
+from portable.data.tokens.chat_template import ChatTemplate, Encoded
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -104,15 +101,6 @@ def test_answers_are_found_by_their_prefixes(name: str) -> None:
 THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
 
 
-def test_reasoning_that_the_template_leaves_out_is_told() -> None:
-    """How much each leaves out: ``lost`` in ``chat_rows.yaml``."""
-    counts = encode("llama3", template("llama3"), {"messages": THOUGHTS}).counts
-    with pytest.raises(UserError, match="it leaves out all reasoning, which 1 of 1 records have"):
-        notes(counts, "")
-    told = notes(counts + Counter(records=1), "")
-    assert "leaves out the reasoning of 3 of the 3 answers" in told[0]
-
-
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])
 def test_a_sample_of_each_answer(name: str) -> None:
     """What the model is shown and has to say at that point, as at inference."""
@@ -126,12 +114,6 @@ def test_a_sample_of_each_answer(name: str) -> None:
         whole = tokenizer(name).apply_chat_template(messages, return_dict=False)
         assert encoded.tokens[number].tolist() == whole
         assert np.flatnonzero(encoded.trained[number]).tolist() == list(range(len(prompt), len(whole)))
-
-
-def test_everything() -> None:
-    encoded = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="all")
-    assert encoded.trained[0].all()
-    assert (encoded.stopping, len(encoded.ends)) == (1, 1)
 
 
 @pytest.mark.parametrize("case", ROWS["rows"], ids=lambda case: case["it"])
@@ -168,58 +150,6 @@ def test_the_token_that_ends_an_answer(name: str) -> None:
     encoded = encode(name, tokenizer(name).chat_template, {"messages": GREETING})
     assert encoded.ends == {tokenizer(name).convert_tokens_to_ids(FAMILIES[name].answer_end): 1}
     assert (encoded.stopping, encoded.unstopped) == (1, "")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_assistant_speaks_first(name: str) -> None:
-    """Some templates write a system prompt with the first message, others fail without any."""
-    text = plain_chatml() if name == "chatml" else template(name)
-    messages = [GREETING[1], *GREETING]
-    try:
-        whole = tokenizer(name).apply_chat_template(messages, return_dict=False)
-    except jinja2.TemplateError as error:
-        with pytest.raises(UserError, match=re.escape(f"the template fails ({error})")):
-            encode(name, text, {"messages": messages})
-        return
-    encoded = encode(name, text, {"messages": messages})
-    if len(encoded.tokens) == 1:
-        assert encoded.tokens[0].tolist() == whole
-    found = [trained(name, encoded, at) for at in range(len(encoded.tokens))]
-    assert "system" not in "".join(found) and "assistant" not in "".join(found)
-    assert found[0].removeprefix("<|channel|>final<|message|>").lstrip().startswith("It is 5.")
-    assert "".join(found).count("It is 5.") == 2
-
-
-@pytest.mark.parametrize("roles", [("user",), ("user", "assistant"), ("system", "assistant")])
-@pytest.mark.parametrize("name", ["chatml", "llama3", "llama3_training", "gemma", "qwen3", "qwen3_training"])
-def test_roles_whose_messages_are_trained(name: str, roles: tuple[str, ...]) -> None:
-    """What they say and the end of their turn, found in the text that transformers renders."""
-    family = name.removesuffix("_training")
-    for talk in (GREETING, TALK):
-        messages = [*(SYSTEM if FAMILIES[family].system else []), *talk]
-        if not FAMILIES[family].system and "system" in roles:
-            continue
-        document = record({"messages": messages}, roles=frozenset(roles))
-        encoded = ChatTemplate(tokenizer(family), template(name), NO_FRAME).encode([document])
-        found = [trained(family, encoded, at) for at in range(len(encoded.tokens))]
-        whole = tokenizer(family).apply_chat_template(
-            messages, chat_template=template(name), tokenize=False, return_dict=False
-        )
-        end, place, expected = FAMILIES[family].answer_end, 0, []
-        for message in messages:
-            content = message["content"] if message["content"] in whole else message["content"].strip()
-            place = whole.index(content, place)
-            said = whole[place : whole.index(end, place) + len(end)]
-            thinks = family == "qwen3" and message["role"] == "assistant"
-            if message["role"] in roles:
-                expected.append("<think>\n\n</think>\n\n" * thinks + said)
-        assert "".join(found).replace(end + "\n", end) == "".join(expected)
-        assert encoded.stopping == len(encoded.tokens)
-        assert len(found) == (
-            len(expected)
-            if name == "qwen3" and "assistant" in roles and len(expected) > 1 and talk is TALK
-            else 1
-        )
 
 
 def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import subprocess
@@ -18,11 +17,7 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
 from portable.commands.init import tasks
 from portable.config import load_config
-from portable.errors import UserError
-from portable.formatting import human_bytes
 from portable.model import build as models
-from portable.output.output_dir import locked
-from portable.reporting.html_report import main as portable_report
 from tests.runs import TINY_MODEL, flags, tiny
 from tests.tiny_models import tiny_config
 
@@ -76,10 +71,6 @@ def test_several_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.Captu
         f"error: {file}:4: data.seq_len",
         "error: --train.epochs",
     ]
-    file.write_text("".join(f"key{number}: 1\n" for number in range(14)))
-    assert main(["--config", str(file)]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 11 and lines[-1] == "error: and 4 more mistakes"
     for program, text in (
         ("axolotl", "{base_model: x, datasets: [{path: a.jsonl}], sequence_len: 8}"),
         ("LLaMA-Factory", "{model_name_or_path: x, stage: sft, cutoff_len: 8}"),
@@ -97,19 +88,16 @@ def test_init(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "mine.yaml", "--task", task]) == 0
-    text = (tmp_path / "mine.yaml").read_text("utf-8")
-    assert "{file}" not in text and len(text.splitlines()) <= 22
-    config = load_config(Path("mine.yaml"))
-    assert config.output_dir == "runs/mine"
+    assert load_config(Path("mine.yaml")).output_dir == "runs/mine"
     assert "portable-train --config mine.yaml" in capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text("seed: 3")
     assert main(["init", "mine.yaml"]) == 2
     assert "is there already" in capsys.readouterr().err
-    assert (tmp_path / "mine.yaml").read_text("utf-8") == text
+    assert (tmp_path / "mine.yaml").read_text() == "seed: 3"
     name = "it's: #1" + " long" * 20  # quoted for YAML and for the shell
     assert main(["init", f"{name}.yaml", "--task", task]) == 0
     assert load_config(Path(f"{name}.yaml")).output_dir == f"runs/{name}"
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert shlex.split(command)[-1] == f"{name}.yaml"
+    assert shlex.split(capsys.readouterr().out.splitlines()[-1])[-1] == f"{name}.yaml"
 
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("command_line_refused.yaml").read_text("utf-8"))
@@ -143,20 +131,6 @@ def test_each_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_words_that_are_missing_or_unknown_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, arguments, words in (
-        (portable_report, [], "RUN (see portable-report --help)"),
-        (main, ["init", "--task", "chatt"], "'chat', 'classification'"),
-        (main, ["completion", "nu"], "'bash', 'zsh', 'fish'"),
-        (main, ["--data.sources", "[{source: x}]"], "error: --data.sources: data.sources.1: has no name"),
-        (main, ["--output_dir", "ftp://host/x", "--dry-run"], "ftp:// is no object store"),
-    ):
-        with contextlib.suppress(SystemExit):
-            assert command(arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ") and words in line
-
-
 def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=2))) == 0
     capsys.readouterr()
@@ -175,19 +149,9 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     settings = tiny(tmp_path / "out", corpus, data__cache_dir=str(cache))
     assert main([*flags(settings), "--dry-run", "--nproc", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "model_type: llama" in printed
-    rows = dict(
-        line.strip().split("  ", 1)
-        for line in printed.split("# What this run will do\n")[1].splitlines()
-        if "  " in line.strip()
-    )
-    assert "parameters" in rows["model"]
-    assert rows["tokens a step"].strip() == "192"
-    assert "2 ranks x 1 accumulation step x 3" in rows["batch"]
-    assert rows["steps"].strip() == "8"
-    assert "KiB" in rows["a checkpoint"]
-    assert "on each device" in rows["memory, planned"]
+    printed = " ".join(capsys.readouterr().out.split())
+    for told in ("model_type: llama", "2 ranks x 1 accumulation step x 3", "KiB", "memory, planned"):
+        assert told in printed
     monkeypatch.setenv("RANK", "0")  # nor where a launcher started it
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*flags(settings), "--dry-run"]) == 0
@@ -214,21 +178,12 @@ def test_what_a_launcher_left_over_is_refused(
 
 def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what it says once it is over: no rates."""
-    from converters import Tensor, open_checkpoint
-
     settings = flags(tiny(tmp_path, corpus, train__steps=2))
     assert main(settings) == 0
     said = capsys.readouterr().err
     assert "tokens/s" in said and "nothing left to train" not in said
     recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before = snapshot(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.optimizer is not None
-    stored = sum(t.nbytes for t in checkpoint.tensors.values())
-    for state in checkpoint.optimizer.state.values():
-        stored += sum(value.nbytes if isinstance(value, Tensor) else 4 for value in state.values())
-    assert main([*settings, "--dry-run"]) == 0
-    assert human_bytes(stored) in capsys.readouterr().out
     values = tmp_path.parent / "values.json"
     assert main([*settings, "--eval-only", "--json", str(values)]) == 0
     assert f"{recorded[-1]['eval_loss']:.6f}" in capsys.readouterr().out
@@ -256,20 +211,13 @@ def test_what_can_take_a_checkpoint_on(
     capsys.readouterr()
     assert main(["--resume-info", str(tmp_path), "--backend", "cpu"]) == 0
     told = capsys.readouterr().out.splitlines()
-    rows = dict(line.strip().split("  ", 1) for line in told if line.startswith("  "))
-    rows = {name: value.strip() for name, value in rows.items()}
-    folder = tmp_path / "checkpoints" / "step-000002"
+    rows = {name: value.strip() for name, _, value in (line.strip().partition("  ") for line in told)}
     assert (rows["step"], rows["samples"], rows["tokens"]) == ("2 of 2", "12", "384")
     assert (rows["optimizer"], rows["written by"]) == ("adafactor", "1 rank, cpu, full_shard")
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert rows["size on disk"].startswith(f"{human_bytes(size)} in ")
     # What it says of a strategy is what a run under it says.
     assert rows["full_shard"] == "on 1, 2, 3, 6 ranks"
-    assert main([*settings, "--strategy", "full_shard", "--dry-run"]) == 0
-    capsys.readouterr()
     refused = refusal(capsys, [*settings, "--strategy", "zero1", "--dry-run"])
     assert rows["zero1"] == "no: " + refused.removeprefix("error: --").strip()  # the flag's name
-    assert told[-1].startswith(f"to go on: portable-train --config {tmp_path}/config.yaml --backend cpu ")
 
 
 # Models and folders that cannot be
@@ -281,10 +229,7 @@ def test_an_architecture_without_sdpa() -> None:
     assert models.build_model(models.model_config(config), config).config._attn_implementation == "eager"
 
 
-SOUND = TrainerState(
-    4, 24, 0, {"total_steps": 8}, {"precision": "fp32"}, "digest", "cpu", "full_shard", world_size=1
-)
-STATE = asdict(SOUND)
+STATE = asdict(TrainerState(4, 24, 0, {"total_steps": 8}, {}, "digest", "cpu", "full_shard", world_size=1))
 
 
 @pytest.mark.parametrize(
@@ -294,12 +239,9 @@ STATE = asdict(SOUND)
         "[]",
         "{}",
         "",
-        *(json.dumps(STATE | {key: "a"}) for key in ("step", "samples", "schedule", "run", "world_size")),
-        *(json.dumps(STATE | {"format_version": version}) for version in ("a", None, 0, True)),
-        *(json.dumps(STATE | {key: -1}) for key in ("step", "samples", "world_size", "data")),
-        *(json.dumps(STATE | {"step": step}) for step in (True, 1.5, None)),
+        *(json.dumps(STATE | {key: "a"}) for key in ("samples", "schedule", "run", "format_version")),
+        *(json.dumps(STATE | {"step": step}) for step in (-1, True, 1.5, None)),
         json.dumps({key: value for key, value in STATE.items() if key != "samples"}),
-        json.dumps(STATE | {"another": 1}),
     ],
     ids=lambda text: text[-40:],
 )
@@ -307,11 +249,6 @@ def test_a_damaged_trainer_state(text: str, tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "trainer_state.json").write_text(text)
     line = refusal(capsys, ["--resume-info", str(tmp_path)])
     assert "trainer_state.json: damaged (" in line and "older checkpoint" in line
-
-
-def test_a_sound_trainer_state(tmp_path: Path) -> None:
-    (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))
-    assert TrainerState.read(tmp_path) == SOUND
 
 
 def test_an_output_folder_that_cannot_be_written_to(
@@ -323,6 +260,3 @@ def test_an_output_folder_that_cannot_be_written_to(
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     line = refusal(capsys, flags(tiny(tmp_path / "run", corpus)))
     assert "output_dir" in line and "is a directory" in line.lower()
-    for folder in (tmp_path / ("x" * 300), tmp_path / "a\0b"):
-        with pytest.raises(UserError, match="output_dir"), locked(folder):
-            raise AssertionError("the lock was given")

@@ -39,12 +39,3 @@ def test_bash_completes_settings_and_their_values(capsys: pytest.CaptureFixture[
         "--out",
     ]
     assert not done.stderr
-
-
-@pytest.mark.parametrize(
-    ("shell", "start"), [("zsh", "#compdef portable-train"), ("fish", "complete -c portable-train")]
-)
-def test_other_shells_have_a_script_too(shell: str, start: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert start in script and "checkpoint.every_steps" in script

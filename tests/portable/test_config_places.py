@@ -9,7 +9,6 @@ import pytest
 from portable.cli import main
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.errors import UserError
-from portable.planner.cli import main as plan
 from tests.runs import checked
 
 PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.may_be_path}
@@ -56,10 +55,8 @@ def test_options_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert parse_args(["--config=~/run.yaml"]).config.seed == 5
     assert load_config("~/run.yaml").seed == 5
     assert parse_args(["--resume-info", "${SCRATCH}/x"]).resume_info == "/scratch/x"
-    for command in (main, plan):
-        assert command(["--config", "$NOT_SET/run.yaml"]) == 2
-        said = capsys.readouterr().err
-        assert said == "error: --config $NOT_SET/run.yaml: the environment variable NOT_SET is not set\n"
+    assert main(["--config", "$NOT_SET/run.yaml"]) == 2
+    assert "the environment variable NOT_SET is not set" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -117,16 +114,3 @@ def test_a_mistake_is_blamed_on_the_file_that_made_it(files: tuple[str, str], tm
     wrong.write_text("train: {learning_rat: 2}")
     with pytest.raises(UserError, match=r"wrong.yaml:1: unknown key train.learning_rat"):
         checked([files[0], wrong, files[1]])
-
-
-def test_the_dry_run_says_where_settings_came_from(
-    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("Some words, and more of them. " * 200)
-    argv = ["--config", files[0], "--config", files[1], "--backend", "cpu", "--dry-run"]
-    argv += ["--data.source", str(text), "--output_dir", str(tmp_path / "run")]
-    assert main(argv) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f" train.steps {files[1]}:2 (over {files[0]}:4) " in said
-    assert " data.source --data.source " in said

@@ -6,8 +6,6 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Collection
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,10 @@ from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.base import IGNORED
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
-from portable.data.tokens import parallel
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
 from portable.errors import RunError, UserError
 from portable.paths import REPORT_FILE
-from portable.reporting.html_report import read_preview
 from portable.run.rank import run_rank
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, replace, write_jsonl
@@ -38,7 +34,6 @@ from tests.runs import TINY_MODEL, configured, flags, tiny
 
 QUESTION, ANSWER = GREETING
 ROWS = yaml.safe_load(Path(__file__).with_name("conversations_rows.yaml").read_text("utf-8"))
-ALPACA = {"instruction": "What is", "input": "2 + 3?", "output": "It is 5."}
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +107,13 @@ def test_strings_stay_strings(settings: Settings) -> None:
 def test_json_is_read_as_it_stands(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records of different shapes keep theirs, a list or not, in pieces of any size."""
-    parts = [QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "It is 5."}]}]
-    rows = [{"messages": GREETING}, {"messages": parts}] * 3
-    shapes = [json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))]
+    """A list or not, in pieces of any size."""
+    rows = [{"messages": GREETING}] * 6
     path = tmp_path / "chat.json"
     monkeypatch.setattr("portable.data.sources.rows.PIECE_CHARS", 7)
-    for shape in shapes:
+    for shape in (json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
         path.write_text(shape)
-        assert {answer for _, answer in texts(replace(settings, source=str(path)))} == {"It is 5.<|eot_id|>"}
+        assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
         assert len(build_data(replace(settings, source=str(path))).train) == 6
     path.write_text(json.dumps(rows)[:-1])
     with pytest.raises(UserError, match="its list does not end"):
@@ -140,17 +133,8 @@ def test_parquet_gives_no_record_the_keys_of_another(settings: Settings, tmp_pat
 
 
 def test_half_characters_of_json_become_question_marks(settings: Settings) -> None:
-    half = "x\ud800"
-    rows: list[dict[str, Any]] = [
-        {"messages": [QUESTION, {**ANSWER, "content": half}], "chat_template_kwargs": {"date_string": half}},
-        {"messages": GREETING, "tools": [{"name": half}]},
-    ]
-    assert {answer for _, answer in texts(written(settings, *rows))} == {
-        "x?<|eot_id|>", "It is 5.<|eot_id|>"
-    }  # fmt: skip
-    history = {**ALPACA, "history": [[half, half]]}
-    assert texts(written(settings, history))[0][1] == "It is 5.<|eot_id|>"
-    build_data(written(settings, *[{**ALPACA, "output": half}] * 3, tokenizer=None, vocab_size=300))
+    said = {"messages": [QUESTION, {**ANSWER, "content": "x\ud800"}], "tools": [{"name": "\ud800"}]}
+    assert texts(written(settings, said))[0][1] == "x?<|eot_id|>"
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -193,33 +177,26 @@ def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
         build_data(given)
     assert build_data(replace(given, train_on="all")).end_of_turn is not None
-    (tmp_path / "bad.jinja").write_text("{% for x %}")
-    with pytest.raises(UserError, match="it is no valid template"):
-        build_data(replace(given, chat_template=str(tmp_path / "bad.jinja")))
 
 
 # -- templates -----------------------------------------------------------------------------------------------
 
 
-def test_what_a_template_does_to_earlier_turns_is_told_once(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With columns, those of the record stand beside each of its answers."""
+def test_answers_that_become_samples_keep_their_columns(settings: Settings, tmp_path: Path) -> None:
+    """Qwen 3 shows earlier turns otherwise than the last, which is told."""
     tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
-    thinks = [QUESTION, {**ANSWER, "reasoning": "hm"}]
-    rows = [{"messages": TALK, "n": 5}, {"messages": GREETING, "n": 6}, {"messages": thinks, "n": 7}]
+    rows = [{"messages": TALK, "n": 5}, {"messages": GREETING, "n": 6}]
     given = written(settings, *rows, tokenizer=str(tmp_path / "qwen3"), columns=("n",), seq_len=256)
     data = build_data(given)
-    assert sorted(data.train[at]["n"].item() for at in range(5)) == [5, 5, 5, 6, 7]
+    assert sorted(data.train[at]["n"].item() for at in range(4)) == [5, 5, 5, 6]
     (line,) = data.sizes.warnings
-    assert line.startswith(
-        "data.chat_template: it shows earlier answers otherwise than the last: 1 of 3 conv"
-    )
-    assert "became 3 samples" in line
-    assert inspect_data(given).warnings == [line]
-    plain = written(settings, *rows, seq_len=256)  # Llama 3 shows no reasoning
-    (line,) = build_data(plain).sizes.warnings
-    assert line.startswith("data.chat_template: it leaves out the reasoning of 1 of the 1 answers that have")
+    assert "1 of 2 conv" in line and inspect_data(given).warnings == [line]
+
+
+def test_the_day_does_not_matter(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }} " + template("llama3"))
+    given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "dated.jinja"))
+    assert texts(given)[0][0].startswith("2025-01-01 ")
 
 
 def test_a_template_by_name_is_saved_with_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
@@ -234,51 +211,31 @@ def test_a_template_by_name_is_saved_with_the_tokenizer(settings: Settings, tmp_
     assert build_data(loud).tokenizer.chat_template == other
 
 
-def test_the_day_does_not_matter(settings: Settings, tmp_path: Path) -> None:
-    text = "{{ strftime_now('%Y-%m-%d') }} " + template("llama3")
-    (tmp_path / "dated.jinja").write_text(text)
-    given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "dated.jinja"))
-    assert texts(given)[0][0].startswith("2025-01-01 ")
-    other = replace(given, chat_template_kwargs={"strftime_now": "2026-02-03"})
-    assert texts(other)[0][0].startswith("2026-02-03 ")
-
-
 # -- truncation ----------------------------------------------------------------------------------------------
 
 
-def long_and_short(settings: Settings, **values: Any) -> Settings:
-    """12 short conversations, and of two kinds one that is too long."""
-    asks = [{"role": "user", "content": "what is it " * 40}, ANSWER]
-    says = [QUESTION, {"role": "assistant", "content": "and more " * 40}]
-    rows = (
-        [{"messages": GREETING}] * 6 + [{"messages": asks}, {"messages": says}] + [{"messages": GREETING}] * 6
-    )
-    return written(settings, *rows, **values)
-
-
 @pytest.mark.parametrize(
-    ("mode", "samples", "warning"),
+    ("mode", "kept", "warning"),
     [
-        ("end", 13, "1 of 14 lose their end, .* tokens; 1 are left out: no trained token remains"),
-        ("start", 14, "2 of 14 lose their beginning, .* tokens"),
-        ("drop", 12, "2 are left out as too long"),
+        ("end", [0, 2, 3], "1 of 4 lose their end, .* tokens; 1 are left out: no trained token remains"),
+        ("start", [0, 1, 2, 3], "2 of 4 lose their beginning, .* tokens"),
+        ("drop", [0, 3], "2 are left out as too long"),
     ],
 )
-def test_truncation_is_said(mode: Any, samples: int, warning: str, settings: Settings) -> None:
-    data = build_data(long_and_short(settings, truncation=mode))
-    assert len(data.train) == samples
+def test_truncation_is_said(mode: Any, kept: list[int], warning: str, settings: Settings) -> None:
+    asks = [{"role": "user", "content": "what is it " * 40}, ANSWER]
+    says = [QUESTION, {"role": "assistant", "content": "and more " * 40}]
+    rows = [{"messages": talk} for talk in (GREETING, asks, says, GREETING)]
+    given = written(settings, *rows, truncation=mode)
+    data = build_data(given)
     (line,) = data.sizes.warnings
-    assert line.startswith("data.truncation: of the samples, ")
-    assert re.search(warning, line)
-    assert inspect_data(long_and_short(settings, truncation=mode)).warnings == [line]
-    numbers = sorted(data.train.documents(index)[0] for index in range(samples))
-    assert numbers == [n for n in range(14) if n not in {"end": [6], "start": [], "drop": [6, 7]}[mode]]
-    for index in range(samples):
-        row = data.train[index]
-        assert (row["labels"] != IGNORED).any()
-        if mode == "start" and data.train.documents(index)[0] == 6:
-            kept = row["labels"][row["labels"] != IGNORED]
-            assert data.tokenizer.decode(kept) == "It is 5.<|eot_id|>"
+    assert re.search(f"^data.truncation: of the samples, {warning}", line)
+    assert inspect_data(given).warnings == [line]
+    numbers = [data.train.documents(index)[0] for index in range(len(data.train))]
+    assert sorted(numbers) == kept
+    answers = dict(zip(numbers, (answer for _, answer in texts(given)), strict=True))
+    assert all(answers.values())
+    assert mode != "start" or answers[1] == "It is 5.<|eot_id|>"
 
 
 def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> None:
@@ -291,11 +248,6 @@ def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> No
     with pytest.raises(UserError, match="would never stop"):
         inspect_data(given)
     assert len(build_data(written(settings, {"messages": long}, {"messages": GREETING})).train) == 2
-
-
-def test_no_sample_is_left(settings: Settings) -> None:
-    with pytest.raises(UserError, match="no sample is left"):
-        build_data(long_and_short(settings, truncation="drop", seq_len=4))
 
 
 # -- the cache and its processes -----------------------------------------------------------------------------
@@ -319,17 +271,9 @@ def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
     assert [data.train[index]["labels"].tolist() for index in range(len(data.train))] == [
         expected[number].tolist() for number in answered
     ]
-    left_out = len(expected) - len(answered)
-    assert data.sizes.warnings == [
-        f"data.truncation: of the samples, {left_out:,} are left out: no trained token remains"
-    ]
-    assert build_data(replace(given, train_on="last_assistant")).fingerprint != data.fingerprint
+    assert f"{len(expected) - len(answered):,} are left out" in data.sizes.warnings[0]
     sizes = inspect_data(given)
     assert (sizes.train_samples, sizes.warnings) == (len(answered), data.sizes.warnings)
-    held = build_data(replace(given, eval_fraction=0.3))
-    assert held.eval is not None
-    last = [held.eval[index]["labels"].tolist() for index in range(len(held.eval))]
-    assert last == [expected[number].tolist() for number in answered[-len(last) :]]
 
 
 def test_any_number_of_processes_writes_the_same(
@@ -343,19 +287,6 @@ def test_any_number_of_processes_writes_the_same(
     monkeypatch.setattr(tokenizing, "cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
-
-
-def test_processes_that_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is at work when the items turn out to have ended; a wait for none would never end."""
-
-    def all_of(busy: Collection[Any]) -> list[Any]:
-        assert busy
-        while len(wait(busy)) < len(busy):
-            pass
-        return [*busy]
-
-    monkeypatch.setattr(parallel, "ready", all_of)
-    assert list(ordered_map(work, range(4), processes=2)) == [n * n for n in range(4)]
 
 
 def test_a_map_in_processes() -> None:
@@ -464,9 +395,6 @@ def test_the_report_shows_samples(learned: Path, tmp_path: Path) -> None:
         (prompt, first), (answer, second) = sample["pieces"]
         assert (first, second) == (False, True)
         assert prompt.endswith("<|im_start|>assistant\n") and answer.endswith("<|im_end|>\n")
-    for damaged in ("", "[]", '{"facts": 5}', '{"facts":{},"lengths":[[1]],"samples":[]}'):
-        (tmp_path / "data_samples.json").write_text(damaged)
-        assert read_preview(tmp_path / "data_samples.json") is None
 
 
 def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,13 +411,8 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
         data__eval_fraction=0,
         model__config={**TINY_MODEL, "vocab_size": 512, "max_position_embeddings": 128},
     )
-    before = sorted(tmp_path.iterdir())
     assert main([*flags(given), "--show-data", "2"]) == 0
     shown = capsys.readouterr().out
     assert "[[It is 5.<|eot_id|>]]<|start_header_id|>user" in shown
     assert "[[\\x1b[2J<|eot_id|>]]" in shown and "\x1b" not in shown
     assert "Be brief.<|eot_id|>" in shown
-    assert "2 to train, of 128 tokens" in shown
-    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "cache"])
-    assert main([*flags(given), "--show-data", "2", "--dry-run"]) == 2
-    assert main([*flags(given), "--show-data", "2", "--data.train_on", "completion"]) == 2

@@ -151,7 +151,7 @@ def test_a_stream_has_each_record_once(
     assert [text for part in parts for text in part] == TEXTS
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", [*IN_PARTS, "a [1].json", "a.jsonl.gz"])
 def test_an_object_store_has_the_same(
     kind: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

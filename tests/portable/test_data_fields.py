@@ -10,11 +10,9 @@ import pytest
 import torch
 import yaml
 
-from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
 from tests.portable.data_support import Settings, replace, word_level, write_jsonl
-from tests.runs import TINY_MODEL
 
 WORDS = [f"w{number}" for number in range(40)]
 KINDS = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))["pairs"]
@@ -105,10 +103,6 @@ def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> N
         assert sample["decoder_input_ids"][:kept].tolist() == [7, *theirs["input_ids"][: kept - 1]]
         lengths.add(kept)
     assert lengths == {3, 4}
-    plain = build_data(translations(tmp_path, seq_len=8), task="seq2seq-lm")
-    assert plain.fingerprint != data.fingerprint
-    assert plain.train[0]["labels"].shape == (8,)
-    assert plain.train[0]["decoder_input_ids"][0] == data.tokenizer.pad_token_id
 
 
 def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
@@ -116,18 +110,3 @@ def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
     settings = translations(tmp_path, source=str(source), text_field="a.b", target_field="a.b", seq_len=8)
     data = build_data(settings, task="seq2seq-lm")
     assert data.tokenizer.decode(data.train[0]["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
-
-
-def test_advice_on_a_length_can_be_followed(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    from portable.model import build as models_of
-
-    AutoConfig.for_model(**TINY_MODEL).save_pretrained(tmp_path)
-    for given, remedy in (
-        ({"model.config": TINY_MODEL}, "or raise model.config.max_position_embeddings"),
-        ({"model.name_or_path": str(tmp_path)}, "or name a model with more positions"),
-    ):
-        config = load_config(None, {**given, "data.seq_len": 65})
-        with pytest.raises(UserError, match=rf"^data.seq_len: 65 tokens .* 64 positions; lower it, {remedy}"):
-            models_of.check_length(models_of.model_config(config.model), config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +53,6 @@ def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
     library = StandardLibrary(settings_of(), root=tmp_path)
     assert sorted(document.text for document in library.documents()) == [f"name = {name!r}" for name in "abc"]
     assert len(list(StandardLibrary(settings_of(max_samples=2), root=tmp_path).documents())) == 2
-    key = library.key
-    (tmp_path / "a.py").write_text("name = 'A'")
-    assert StandardLibrary(settings_of(), root=tmp_path).key != key
 
 
 # --- files
@@ -88,11 +84,12 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
     whole = {
         "line": "first line|  second|third|fourth|fifth|",
         "paragraph": "first line  second|third|fourthfifth|",
+        "file": "first line  second thirdfourthfifth|",
     }
-    for split, expected in (*whole.items(), ("file", "first line  second thirdfourthfifth|")):
-        pieces = list(source(str(path), text_split=split).documents())
+    for split, expected in whole.items():
+        pieces = source(str(path), text_split=split).documents()
         joined = "".join(piece.text + "|" * piece.ends for piece in pieces)
-        assert joined.replace("\r", "").replace("\n", "") == expected and len(pieces) > expected.count("|")
+        assert joined.replace("\r", "").replace("\n", "") == expected
 
 
 def test_folder_glob_and_list(tmp_path: Path) -> None:
@@ -151,13 +148,6 @@ def test_what_is_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytes
     assert row["line"] in message and row.get("also", "") in message
 
 
-def test_the_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "a.csv").write_text("text\na\n")
-    assert "pip install datasets" in refusal(str(tmp_path / "a.csv"))
-    assert "pip install datasets" in refusal("some/hub-name")
-
-
 # --- the hub
 
 
@@ -173,14 +163,5 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     key = source("org/name", **options).key
     assert source("org/name", max_samples=1, **options).key != key
     assert "org/name: row 1: no field 'body'" in refusal("org/name", text_field="body", **options)
-
-
-def test_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    monkeypatch.setattr(HubDataset, "_loaded", {})
-    broken = Mock(side_effect=ConnectionError("Couldn't reach\nthe Hub"))
-    monkeypatch.setattr(datasets, "load_dataset", broken)
-    message = refusal("org/name")
-    assert "cannot load org/name, train" in message
-    assert "(Couldn't reach the Hub)" in message
+    load.side_effect = ConnectionError("Couldn't reach\nthe Hub")
+    assert "cannot load org/other, train" in refusal("org/other")

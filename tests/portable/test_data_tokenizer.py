@@ -21,7 +21,6 @@ from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_fram
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     load_tokenizer,
-    parallel_tokenizers,
     tokenizer_digest,
     train_tokenizer,
     trained_vocab_size,
@@ -139,20 +138,6 @@ def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     # A model with a too small embedding must be told of the largest id, not of the number of tokens.
     sparse = Tokenizer(models.WordLevel({"<unk>": 0, "a": 999}, unk_token="<unk>"))
     assert Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=sparse, unk_token="<unk>")).size == 1000
-
-
-def test_threads_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "TOKENIZERS_PARALLELISM"
-    monkeypatch.setattr("portable.data.tokens.tokenizer._parallelism_is_ours", False)
-    monkeypatch.delenv(name, raising=False)
-    for _ in range(2):
-        with parallel_tokenizers():
-            assert os.environ[name] == "true"
-        assert os.environ[name] == "false"
-    monkeypatch.setattr("portable.data.tokens.tokenizer._parallelism_is_ours", False)
-    monkeypatch.setenv(name, "0")
-    with parallel_tokenizers():
-        assert os.environ[name] == "0"
 
 
 EVIL = """

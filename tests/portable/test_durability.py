@@ -17,14 +17,12 @@ import pytest
 
 from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
 from converters.manifest import MANIFEST
-from converters.storage.safe_open import open_without_links
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import RunError, UserError
 from portable.paths import path_inside
-from portable.reporting.metrics import METRICS_FILE
 from portable.run.rank import run_rank
 from tests.engines import Engines
 from tests.runs import configured
@@ -229,22 +227,6 @@ def test_half_a_checkpoint_never_passes_for_one(
     assert all(len(list(folder.iterdir())) == 22 for _, folder in found)
     checkpoints.remove_partial()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
-
-
-def test_a_disk_that_is_full_is_one_line(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk is emulated: the device that is always full stands in for the metrics."""
-    folder = tmp_path / "run"
-    assert run_rank("cpu", configured(folder, corpus, train__stop_after=4)) == 0
-    from portable.reporting import json_lines
-
-    def opened(path: Path, flags: int) -> int:
-        return os.open("/dev/full", flags) if path.name == METRICS_FILE else open_without_links(path, flags)
-
-    monkeypatch.setattr(json_lines, "open_without_links", opened)
-    with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
-        run_rank("cpu", configured(folder, corpus))
 
 
 def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

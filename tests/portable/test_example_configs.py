@@ -21,16 +21,11 @@ from tests.parity import launched
 from tests.portable.data_support import write_jsonl
 from tests.runs import configured, losses
 
+MARKS = {"nvme": pytest.mark.ops("async_io"), "tpu": pytest.mark.xla}
 CONFIGS = [
-    pytest.param(path, id=path.stem, marks=pytest.mark.ops("async_io") if "nvme" in path.stem else ())
+    pytest.param(path, id=path.stem, marks=[mark for word, mark in MARKS.items() if word in path.stem])
     for path in sorted((ROOT / "configs").glob("*.yaml"))
     if path.stem != "quickstart"
-]
-TRAINED = [
-    pytest.param(
-        *one.values, id=one.id, marks=[*one.marks, pytest.mark.xla] if "tpu" in str(one.id) else one.marks
-    )
-    for one in CONFIGS
 ]
 SMALL = yaml.safe_load(Path(__file__).with_name("example_configs_small.yaml").read_text("utf-8"))
 RANKS = {"hybrid_shard": 4}
@@ -83,7 +78,7 @@ def here(path: Path, folder: Path, models: dict[str, Path], corpus: Path, review
     return settings
 
 
-@pytest.mark.parametrize("path", TRAINED)
+@pytest.mark.parametrize("path", CONFIGS)
 def test_trains(
     path: Path,
     tmp_path: Path,

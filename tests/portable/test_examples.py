@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from portable import load_config
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import pairs
@@ -78,32 +77,17 @@ REWARD: dict[str, Any] = {
 }
 
 
-def trained(path: Path, settings: dict[str, Any], examples: str) -> None:
-    import sys
-
-    sys.path.insert(0, examples)
-    run_rank("cpu", load_config(path, settings))
-
-
-def test_a_reward_model(tmp_path: Path, engines: Engines, brief_runs: None) -> None:
+def test_a_reward_model(tmp_path: Path, brief_runs: None) -> None:
     """Chosen answers begin with another word; the exported model scores as the trained one does."""
     data = write_jsonl(tmp_path / "pairs.jsonl", pairs(60))
     path = EXAMPLES / "reward_model.yaml"
-    logs = []
-    for name, size, more in (("one", 1, {}), ("two", 2, {"strategy": "full_shard"})):
-        settings = tiny(tmp_path / name, data, **REWARD, **more)
-        engines.run("full_shard", size, trained, path, settings, str(EXAMPLES))
-        logs.append(read_metrics(tmp_path / name))
-    one, two = ([row for row in log if "loss" in row] for log in logs)
-    # Later it learns fast, which multiplies rounding.
-    assert [row["loss"] for row in one[:6]] == pytest.approx([row["loss"] for row in two[:6]], rel=1e-5)
-    assert one[-1]["loss"] < one[0]["loss"] - 0.2 and logs[0][-1]["eval_accuracy"] > 0.9
+    run_rank("cpu", load_config(path, tiny(tmp_path / "one", data, **REWARD)))
+    assert read_metrics(tmp_path / "one")[-1]["eval_accuracy"] > 0.9
     tokens = AutoTokenizer.from_pretrained(tmp_path / "one" / "final")
     with opened(load_config(path, tiny(tmp_path / "new", data, **REWARD))) as trial:
-        ours = float(trial.step().loss)
         first = AutoModelForSequenceClassification.from_config(trial.run.model.config).eval()
-    with opened(load_config(path, tiny(tmp_path / "new", data, **REWARD))) as trial:
         first.load_state_dict(trial.engine.model.state_dict())
+        ours = float(trial.step().loss)
         train = trial.run.data.train
         places = [train.locate(at, 0)[1] for at in range(4)]
         numbers = [int(train.documents(index)[0]) // 2 for index in places]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from converters.writers import remote_draft as remote_output
 from converters.writers import replace_folder as exchange_module
 from converters.writers.replace_folder import exchange
 from portable.errors import UserError
-from portable.output.export import MARKER, export, recover_export
+from portable.output.export import export, recover_export
 from portable.run.rank import run_rank
 from tests.object_store import ObjectStore
 from tests.portable.test_durability import dies_after
@@ -46,31 +45,6 @@ def test_it_keeps_what_a_person_put_there(
     (final / "config.json").write_text("{}")
     export(checkpoint, final)
     assert (tmp_path / "final.kept-2" / "config.json").read_text() == "{}"
-    (final / MARKER).unlink()  # as in a folder of a version before there were any, or anybody's
-    export(checkpoint, final)
-    assert (tmp_path / "final.kept-3" / "model.safetensors").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "final",
-        "final.kept",
-        "final.kept-2",
-        "final.kept-3",
-    ]
-
-
-def test_it_holds_what_was_saved_and_no_more(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Files that make weights loadable, beside those of the checkpoint, where no save has put them."""
-    run = tmp_path / "run"
-    step = run / "checkpoints" / checkpoint.name
-    shutil.copytree(checkpoint, step)
-    (step / "added_tokens.json").write_text('{"stray": 3}')
-    (run / "vocab.txt").write_text("stray")
-    export(step, run / "final")
-    export(checkpoint, tmp_path / "final")
-    names = [sorted(path.name for path in (folder / "final").iterdir()) for folder in (run, tmp_path)]
-    assert names[0] == names[1]
-    assert "added_tokens.json: was not saved with" in caplog.text
 
 
 def test_a_link_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
@@ -141,7 +115,7 @@ def test_in_a_store_it_keeps_what_a_person_put_there(
     assert s3.get("run/final/model.safetensors") != halved
 
 
-@pytest.mark.parametrize("method", ["PUT", "DELETE", "PUT by an earlier release"])
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
 def test_in_a_store_a_kill_loses_and_leaves_nothing(
     checkpoint: Path,
     s3: ObjectStore,
@@ -162,11 +136,6 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
         export(checkpoint, RemotePath.of(s3.url("run/final")))
     s3.heal()
     assert INCOMPLETE in s3.names("run/final/")
-    if method not in ("PUT", "DELETE"):
-        marker = json.loads(s3.get(f"run/final/{INCOMPLETE}"))
-        marker["names"] = [name for name, found in marker["objects"].items() if found is None]
-        marker["objects"] = {name: found for name, found in marker["objects"].items() if found}
-        s3.put(f"run/final/{INCOMPLETE}", json.dumps(marker).encode())
     assert list(s3.tree("run/final.kept").values()) == [b"mine"]
     s3.put("run/final/README.md", b"mine")  # somebody looks at the ruins
     capsys.readouterr()
@@ -174,21 +143,3 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
     assert "README.md was not part of the export; moved to" in capsys.readouterr().err
     assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
-
-
-def test_what_appears_while_a_store_is_written_is_not_replaced(
-    checkpoint: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    final = RemotePath.of(s3.url("run/final"))
-    export(checkpoint, final)
-    whole = s3.tree("run/final")
-    commit = remote_output.StoreOutput.commit
-
-    def late(draft: remote_output.StoreOutput) -> None:
-        s3.put("run/final/README.md", b"late")
-        commit(draft)
-
-    monkeypatch.setattr(remote_output.StoreOutput, "commit", late)
-    with pytest.raises(UserError, match=r"README.md: appeared while .* nothing was replaced"):
-        export(checkpoint, final)
-    assert s3.tree("run/final") == {**whole, "README.md": b"late"}

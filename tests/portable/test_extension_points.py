@@ -23,17 +23,10 @@ def arguments(of: Any) -> set[str]:
     return set(inspect.signature(of.__init__).parameters) - {"self"}
 
 
-def test_the_trainer() -> None:
-    assert methods(Trainer) | arguments(Trainer) <= NAMED
-    assert len(methods(Trainer)) > 40
-
-
-def test_its_callbacks() -> None:
-    assert {name for name in methods(TrainerCallback) if name.startswith("on_")} <= NAMED
-
-
-def test_accelerate() -> None:
+def test_the_trainer_and_accelerate() -> None:
     alike = {"on_last_process", "on_local_main_process", "on_local_process", "on_process"}
+    assert methods(Trainer) | arguments(Trainer) <= NAMED
+    assert {name for name in methods(TrainerCallback) if name.startswith("on_")} <= NAMED
     assert methods(Accelerator) - alike - {"local_main_process_first"} <= NAMED
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import portable
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.config.arguments import TrainOptions
 from portable.config.importing.accelerate import WERE_SETTINGS
-from portable.config.importing.trainers import TRAINERS, WORDS
+from portable.config.importing.trainers import TRAINERS
 from portable.config.load import parse_file
 from portable.errors import UserError
 
@@ -97,52 +96,8 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
             assert remedy.removeprefix("did you mean ").removeprefix("--").rstrip("?") in TABLE
 
 
-@pytest.mark.parametrize(
-    ("key", "word", "meant"),
-    [(k, w, m) for k, one in WORDS.items() for w, m in one.items()],
-)
-def test_a_word_that_is_meant_is_one(key: str, word: str, meant: str) -> None:
-    with pytest.raises(UserError) as refused:
-        load_config({key: word} if "." not in key else {key.split(".")[0]: {key.split(".")[1]: word}})
-    assert meant in str(refused.value)
-    if meant.startswith("a list"):
-        return
-    written = yaml.safe_load(meant if meant.startswith("{") else re.split(r", | or ", meant)[0])
-    load_config({key: written}) if isinstance(written, dict) else load_config(None, {key: written})
-
-
-def constants() -> list[tuple[str, str]]:
-    """Each text of the product that may be an error, with its place; ``{}`` where it has a value."""
-    found = []
-    for path in sorted(Path(portable.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values]
-                found.append((f"{path.name}:{node.lineno}", "".join(parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
-                found.append((f"{path.name}:{node.lineno}", node.value))
-    rules = Path(portable.__file__).with_name("rules.yaml").read_text("utf-8")
-    return found + [("rules.yaml", line) for line in re.findall(r"then: (.*)", rules)]
-
-
 def test_every_rule_is_of_settings() -> None:
     for part in parse_file(Path(portable.__file__).with_name("rules.yaml")).value.values():
         for rule in part:
             named = [key for keys_ in rule["if"] for key in keys_.split(" | ") if "*" not in key]
             assert TABLE.keys() >= {*named, *re.findall(r"{(.*?)}", rule["then"])}
-
-
-def test_every_setting_that_a_remedy_names_is_there() -> None:
-    inner = ("model.config.", "data.eval.", "data.sources.", "train.schedule_params.", "log.txt")
-    wrong = []
-    for place, text in constants():
-        remedy = text.partition("; ")[2]
-        for key in re.findall(rf"(?<![\w./{{}}])(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]+(?![\w(.])", remedy):
-            if key not in TABLE and not key.startswith(inner):
-                wrong.append(f"{place}: {key} in {text[:80]}")
-        for key, value, _ in _SET.findall(remedy):
-            setting = TABLE.get(key)
-            words = setting is not None and setting.choices and not setting.takes(str)
-            if words and value not in (*TABLE[key].choices, "{}", "null", "true", "false", *PROSE):
-                wrong.append(f"{place}: {key} to {value}")
-    assert not wrong, "\n".join(wrong)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 
 from portable.errors import UserError
-from portable.reporting.html_report import POINTS, RunRecord, main, thinned, write_report
-from portable.reporting.metrics import History, MetricsFile, read_events
+from portable.reporting.html_report import POINTS, main, thinned
+from portable.reporting.metrics import MetricsFile, read_events
 from portable.run.rank import run_rank
 from tests.runs import configured
 
@@ -57,18 +56,12 @@ def test_a_run_leaves_its_events_and_its_page(run: Path) -> None:
     assert [(event["event"], event["step"]) for event in read_events(run)] == [
         ("start", 0), ("save", 4), ("end", 4), ("resume", 4), ("save", 8), ("end", 8),
     ]  # fmt: skip
-    data = data_of(run / "report.html")
-    (told,) = data["runs"]
+    (told,) = data_of(run / "report.html")["runs"]
     assert [mark["kind"] for mark in told["events"]] == ["start", "save", "end", "move", "save", "end"]
     assert "no_shard" in told["events"][3]["text"] and "was cpu, full_shard, 1" in told["events"][3]["text"]
     assert [point[0] for point in told["series"]["loss"]] == list(range(1, 9))
     assert [point[1] for point in told["series"]["loss"]] == [6 * 32 * step for step in range(1, 9)]
     assert [point[0] for point in told["series"]["eval_loss"]] == [4, 8]
-    hours = [point[2] for point in told["series"]["loss"]]
-    assert hours == sorted(hours) and hours[0] >= 0
-    assert data["axes"] == ["step", "tokens", "hours"]
-    assert told["facts"]["step"] == "8 of 8"
-    assert ["strategy", "no_shard"] in data["settings"]
     page = (run / "report.html").read_text()  # which asks the network for nothing
     assert "default-src 'none'" in page
     assert not re.search(r"""(src|href|@import|url)\s*[=(]\s*["']?\s*(https?:)?//""", page)
@@ -77,7 +70,7 @@ def test_a_run_leaves_its_events_and_its_page(run: Path) -> None:
 def test_two_runs_lie_beside_each_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"step": 1, "loss": 2.0, "samples": 4, "odd_figure": 7, "grad_norm": float("inf")}
+    row = {"step": 1, "loss": 2.0, "samples": 4, "grad_norm": float("inf")}
     other = invented(tmp_path / "other", [row])
     assert '"grad_norm": null' in (other / "metrics.jsonl").read_text()  # JSON has no infinity
     out = tmp_path / "both.html"
@@ -87,36 +80,14 @@ def test_two_runs_lie_beside_each_other(
     assert [one["name"] for one in data["runs"]] == ["moved", "other"]
     assert ["data.seq_len", "32", "8"] in data["settings"]
     assert data["axes"] == ["step", "tokens"]  # the other kept no time
-    titles = [metric["title"] for metric in data["metrics"]]
-    assert "Odd figure" in titles  # whatever a backend counts is shown
-
-
-def test_time_between_legs_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = invented(
-        tmp_path / "slept",
-        [{"step": step, "loss": 1.0, "samples": step, "time": moment} for step, moment in
-         [(1, 3600.0), (2, 7200.0), (3, 90_000.0), (4, 93_600.0)]],
-    )  # fmt: skip
-    history = History(folder)
-    for kind, step, moment in (("start", 0, 0.0), ("save", 2, 9000.0), ("resume", 2, 86_400.0)):
-        monkeypatch.setattr("portable.reporting.metrics.time.time", lambda moment=moment: moment)
-        history.record(kind, step)  # type: ignore[arg-type]
-    history.close()
-    assert main([str(folder)]) == 0
-    (told,) = data_of(folder / "report.html")["runs"]
-    assert [point[2] for point in told["series"]["loss"]] == [1.0, 2.0, 3.5, 4.5]
 
 
 def test_long_curves_keep_their_spikes() -> None:
-    noise = random.Random(0)
-    points: list[Any] = [(step, None, None, noise.random()) for step in range(300_001)]
+    points: list[Any] = [(step, None, None, step % 7 / 7) for step in range(300_001)]
     points[123_456] = (123_456, None, None, 50.0)
-    points[7] = (7, None, None, -50.0)
     kept = thinned(points)
     assert POINTS / 2 < len(kept) <= POINTS + 2
-    assert points[123_456] in kept and points[7] in kept and kept[-1] == points[-1]
-    assert kept == sorted(kept)
-    assert thinned(points[:POINTS]) == points[:POINTS]
+    assert points[123_456] in kept and kept[-1] == points[-1] and kept == sorted(kept)
 
 
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,23 +103,17 @@ def test_what_is_no_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.Cap
     }
     for number, (said, make) in enumerate(makes.items()):
         folder = tmp_path / f"run{number}"
-        assert main([str(folder), "--out", str(page)]) == 2
-        assert "is not a folder" in capsys.readouterr().err
         folder.mkdir()
         make(folder / METRICS)
         assert main([str(folder), "--out", str(page)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {folder}") and said in line and not page.exists()
     assert main([str(run), "--out", str(tmp_path / "missing" / "page.html")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --out: ") and "cannot be written" in line
-    assert main([str(tmp_path / ("x" * 300))]) == 2
+    assert capsys.readouterr().err.startswith("error: --out: ")
 
 
 ROW = b'{"step": 1, "loss": 2.5, "samples": 4, "time": 1700000000.0}\n'
-EVENT = b'{"event": "start", "step": 0, "time": 1700000000.0, "backend": "cpu"}\n'
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.yaml"
-MANY = b"".join(b"b%d: 1," % number for number in range(9000))
 UNREADABLE = "config.yaml (not readable)"
 
 
@@ -169,28 +134,13 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
         ROW + b'{"step": -1}\n{"step": true}\n{"step": 1e400}\n{"step": 9' + b"9" * 99 + b"}\n",
         "4 lines of metrics",
     ),
-
     "a number of 5000 digits": (METRICS, ROW + b'{"step": 2, "x": ' + b"9" * 5000 + b"}\n", "1 line of"),
     "nested": (METRICS, ROW + b'{"step": ' + b"[" * 100_000 + b"\n", "1 line of metrics"),
-    "values of other kinds": (
-        METRICS,
-        b'{"step": 1, "loss": "low", "time": "noon", "samples": [], "memory": {}, "mfu": true}\n' + ROW,
-        "",
-    ),
-    "a thousand charts": (METRICS, json.dumps({"step": 1, **{f"k{i}": i for i in range(1000)}}).encode(), ""),
-    "an event without time": (EVENTS, b'{"event": "start", "step": 0}\n' + EVENT, ""),
-
-    "a leg of other kinds": (
-        EVENTS, b'{"event": "start", "step": 0, "time": 5, "parameters": "many", "device": ["x"]}\n', ""),
-    "settings of other kinds": (CONFIG, b"train: {steps: [a]}\ndata: {seq_len: many}\n", ""),
     "aliases": (CONFIG, doubled(b"[x, x]", b"[@]"), UNREADABLE),
     "merges": (CONFIG, doubled(b"{x: 1}", b"{<<: [@]}"), UNREADABLE),
     "a mapping in itself": (CONFIG, b"a: &a {b: *a}\n", UNREADABLE),
     "a number of 24,000 digits": (CONFIG, b"a: 0x" + b"f" * 20_000, UNREADABLE),
-    "a number of 200,000 parts": (CONFIG, b"a: 1" + b":1" * 200_000, ""),
-    "a long key above many": (CONFIG, b"? " + b"a" * 200_000 + b"\n: {" + MANY + b"}", ""),
     "deep settings": (CONFIG, b"[" * 5000 + b"]" * 5000, "config.yaml (nested too deeply)"),
-
     "no text at all": (CONFIG, bytes(range(256)), UNREADABLE),
 }  # fmt: skip
 
@@ -244,26 +194,11 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in shown.stderr, shown.stderr  # an exception of the script, or a blocked request
-    open_part, _, folded = shown.stdout.partition('<details id="constant"')
-    # A tiny run may hold the same memory all along: that chart is then folded away, too.
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    varying = ["Memory"] if len({row["memory"] for row in rows if "memory" in row}) > 1 else []
-    constant = re.search(r"<summary>Constant: (Memory [\d.]+ [KMG]iB, )?Skipped steps 0<", folded)
-    assert constant and bool(constant[1]) != bool(varying)
-    assert "Skipped steps" not in open_part.partition("<h1")[2]
-    charts = re.findall(r"<figure.*?</figure>", open_part, re.DOTALL)
+    charts = re.findall(r"<figure.*?</figure>", shown.stdout, re.DOTALL)
     titles = [re.search(r"<figcaption>([^<]*)", chart)[1] for chart in charts]  # type: ignore[index]
-    measured = ["Loss", "Learning rate", "Gradient norm", "Throughput", *varying]
-    assert titles[: len(measured)] == measured
-    assert varying or "Memory" not in titles
-    for chart in charts:
-        curves = re.findall(r'<path d="(M[^"]*)"', chart)
-        assert curves and all("NaN" not in curve for curve in curves)
-    assert len(re.findall(r"[ML]", re.findall(r'<path d="([^"]*)"', charts[0])[0])) == 8  # a point a step
-    assert "resumed on cpu, no_shard" in shown.stdout
-    assert "<summary>Log</summary>" in shown.stdout and "INFO portable: resuming at step" in shown.stdout
-    legend = re.search(r'<label id="marks">(.*?)</label>', shown.stdout)
-    assert legend and re.findall(r">(\w+)</span>", legend[1]) == ["moved", "ended"]
+    assert titles[:4] == ["Loss", "Learning rate", "Gradient norm", "Throughput"]
+    curves = re.findall(r'<path d="(M[^"]*)"', charts[0])
+    assert len(re.findall(r"[ML]", curves[0])) == 8 and "NaN" not in curves[0]  # a point a step
 
 
 LINKED = ["metrics.jsonl", "events.jsonl", "report.html", "log.txt", "config.yaml", ".config.yaml.partial"]
@@ -289,23 +224,12 @@ def test_a_run_writes_through_no_link(
     assert not any(mine.iterdir()) if name == "tensorboard" else mine.read_text() == "mine"
 
 
-def test_evaluations_by_name(tmp_path: Path) -> None:
-    """Sources share a chart, classes too; a confusion matrix is a table, and what is none is left out."""
+def test_a_confusion_matrix(tmp_path: Path) -> None:
+    """It is shown as recorded, and what is none is left out."""
     matrix = {"classes": ["a", "</script>"], "counts": [[3, 1], [0, 2]]}
-    numbers = ["loss/news", "loss/code", "f1.a/news", "f1.b/news", "accuracy/news", "accuracy/code"]
-    numbers += ["rewards/chosen/news", "rewards/chosen/code", "rewards/margins/news"]
-    row: dict[str, Any] = {f"eval_{name}": 1.5 for name in numbers}
-    row |= {"eval_confusion/news": matrix, "eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}}
-    rows = [{"step": 1, "loss": 2.0}, {"step": 1, **row, "eval_confusion": {"counts": 1}}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = RunRecord.read(tmp_path)
-    assert run.confusions() == [{"name": "Evaluation confusion, news", "step": 1, **matrix}]
-    assert run.facts()["evaluation loss, code"] == "1.5000 (best 1.5000)"
-    write_report([tmp_path], tmp_path / "report.html")
-    data = data_of(tmp_path / "report.html")
-    first, *series = [metric["series"] for metric in data["metrics"]]
-    assert first == ["loss", "eval_loss", "eval_loss/news", "eval_loss/code"]
-    for together in (numbers[2:4], numbers[4:6], numbers[6:8], numbers[8:]):
-        assert [f"eval_{name}" for name in together] in series
-    assert data["metrics"][0]["hint"] == "nats a token; dashed: evaluation"
-    assert data["runs"][0]["confusions"][0]["counts"] == [[3, 1], [0, 2]]
+    damaged = {"eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}, "eval_confusion": {"counts": 1}}
+    row = {"step": 1, "loss": 2.0, "eval_loss/news": 1.5, "eval_confusion/news": matrix, **damaged}
+    (tmp_path / METRICS).write_text(json.dumps(row) + "\n")
+    assert main([str(tmp_path)]) == 0
+    (told,) = data_of(tmp_path / "report.html")["runs"]
+    assert told["confusions"] == [{"name": "Evaluation confusion, news", "step": 1, **matrix}]
