@@ -23,24 +23,14 @@ from portable.engines.fsdp.device_loss_scale import DeviceScaler
 from portable.engines.loss_scale import STATE
 from portable.errors import RunError
 from portable.loop import steps
-from portable.optim.sharded import local
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from portable.run.save import save
-from tests.parity import opened
 from tests.ranks import RankPool
 from tests.runs import configured
-
-FP16: dict[str, Any] = {
-    "precision": "fp16",
-    "train__micro_batch_size": 1,
-    "fp16__initial_scale_power": 12,
-    "log__sample_tokens": 0,
-}
-ONE_OVERFLOW_HALVES = {"fp16__hysteresis": 1}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -75,46 +65,6 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
         assert ours.state() == expected
         assert float(ours.scale) == theirs.cur_scale
     pytest.fail("the lowest scale was not reached")
-
-
-def test_without_a_search_nothing_is_counted(tmp_path: Path, corpus: Path) -> None:
-    with opened(configured(tmp_path, corpus)) as trial:
-        assert trial.backend.metrics() == {}
-
-
-def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]:
-    """Two steps; the gradient of the last rank's last micro-batch overflows in the first of them."""
-    config = configured(folder, corpus, strategy=strategy, **FP16, **ONE_OVERFLOW_HALVES)
-    with opened(config) as trial:
-        backend, engine = trial.backend, trial.engine
-        seen: list[Any] = []
-        last_rank = backend.rank == backend.world_size - 1
-
-        def infinite(gradient: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(gradient, torch.inf) if last_rank and not seen else gradient
-
-        def poison(module: Any, inputs: Any, output: torch.Tensor) -> None:
-            output.register_hook(infinite)
-
-        engine.model.model.norm.register_forward_hook(poison)
-        parameters = list(engine.model.parameters())
-        for _ in range(2):
-            before = [local(p.detach()).clone() for p in parameters]
-            trial.step(1e-3)
-            changed = not all(torch.equal(local(p), old) for p, old in zip(parameters, before, strict=True))
-            everywhere = (backend.any(changed), not backend.any(not changed))
-            seen.append((everywhere, backend.metrics()))
-        assert engine.health().first_bad_update is None
-        return seen
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-def test_an_overflow_on_one_rank_masks_the_update_on_all(
-    strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    first, second = ranks.run(2, overflow_of_one_rank, tmp_path, corpus, strategy)
-    assert first == ((False, False), {"overflows": 1, "loss_scale": 2.0**11})
-    assert second == ((True, True), {"overflows": 1, "loss_scale": 2.0**11})
 
 
 # -- legs, on every kind of engine -------------------------------------------------------------------------
