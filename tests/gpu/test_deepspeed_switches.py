@@ -17,7 +17,6 @@ from unittest.mock import patch
 from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from portable.config import RunConfig
-from portable.errors import UserError
 from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.parity import launched
@@ -114,18 +113,6 @@ def losses_and_reduced_types(config: RunConfig) -> tuple[Losses, set[torch.dtype
     calls = [call for spy in spies for call in spy.call_args_list]
     given = [value for call in calls for value in (*call.args, *call.kwargs.values())]
     return losses, {one.dtype for one in given if isinstance(one, torch.Tensor) and one.numel() > 32}
-
-
-def test_files_on_each_node_alone_make_no_checkpoint(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two nodes are pretended: one rank of two is told that it is alone on its own."""
-    document = {"checkpoint": {"use_node_local_storage": True}}
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    understood(with_json(tmp_path, corpus, 2, document))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(UserError, match=r"checkpoint\.use_node_local_storage true: .*shared storage"):
-        understood(with_json(tmp_path, corpus, 2, document))
 
 
 @pytest.mark.parametrize("gather", [True, False])

@@ -1,9 +1,4 @@
-"""Mixtures: which sample of which source stands where, on any number of ranks, and in whole runs.
-
-The promise about the order is held by the ids of samples, from the batches that ranks really get: sample *i*
-of a mixture with a stream is the same on any number of ranks and workers, after kills and with any state of
-the cache; no sample comes twice in an epoch of its source, and none is left out.
-"""
+"""Mixtures: which sample of which source stands where, by the ids in the batches that ranks really get."""
 
 from __future__ import annotations
 

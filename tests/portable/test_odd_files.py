@@ -6,7 +6,6 @@ Files of tokens of other programs: the tokens and documents that they wrote, or 
 from __future__ import annotations
 
 import codecs
-import datetime
 import json
 import shutil
 import struct
@@ -89,25 +88,6 @@ def test_lines_of_csv_with_too_many_cells(
     assert texts(skipping) == [*TEXTS, "last"]
     assert skipping.fields.bad is not None and skipping.fields.bad.count == 1
     assert f"skipped: data.source: {path}: line 22: expected 2 fields, saw 3" in capsys.readouterr().err
-
-
-def test_parquet_of_every_type(opened: Callable[..., Source], tmp_path: Path) -> None:
-    """Columns that are not read do not matter; of those that are, what Python cannot hold is a bad record."""
-    import pyarrow
-
-    far = [*[datetime.datetime(2026, 1, 1)] * 19, None]
-    times = pyarrow.array(far, pyarrow.timestamp("us")).cast(pyarrow.int64()).to_pylist()
-    columns = {
-        "text": pyarrow.array(TEXTS, pyarrow.large_string()).dictionary_encode(),
-        "map": pyarrow.array([[("k", 1)]] * 20, pyarrow.map_(pyarrow.string(), pyarrow.int64())),
-        "time": pyarrow.array([*times[:7], 2**62, *times[8:]], pyarrow.timestamp("us")),
-    }
-    path = parquet(tmp_path / "a.parquet", columns)
-    assert texts(opened(path)) == TEXTS
-    columns["doc"] = pyarrow.array([{"text": text} for text in TEXTS])
-    path = parquet(tmp_path / "b.parquet", columns)
-    assert "b.parquet: row 8: date value out of range" in refusal(opened(path, text_field="doc.text"))
-    assert texts(opened(path, text_field="doc.text", on_bad_record="skip")) == [*TEXTS[:7], *TEXTS[8:]]
 
 
 # -- JSON and text ------------------------------------------------------------------------------------------

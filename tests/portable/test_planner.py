@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from portable.config import load_config
-from portable.model import build as models
 from portable.model.build import build_model, model_config
 from portable.model.flops import flops_per_token
 from portable.planner import device_lookup as devices
 from portable.planner.cli import main
 from portable.planner.hours import hours_at
-from portable.planner.memory_model import SOME_DISK, Cluster, Setting
-from portable.planner.meta_model import MetaModel
-from portable.planner.plan import Planner, Target
+from portable.planner.memory_model import SOME_DISK, Setting
+from portable.planner.plan import Planner
 from tests.promises import record
 from tests.runs import SENTENCE
 
@@ -107,36 +105,6 @@ def test_a_large_model_gives_up_one_thing_after_another(plan: Plan, tmp_path: Pa
     assert config.strategy == "full_shard" and config.is_set("memory.activation_checkpointing")
     none = plan("--device", "t4", "--devices", "1", model=LARGE)
     assert none["best"] is None and not any(option["fits"] for option in none["options"])
-
-
-def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
-    """Beside a walk down the whole ladder, every rung of it reckoned."""
-    run = {"train.global_batch_size": 64, "train.micro_batch_size": 8, "backend": "cuda", "precision": "bf16"}
-    config = load_config(None, {"model.config": SMALL, "data.source": "x.jsonl", "data.seq_len": 64, **run})
-    model = MetaModel(models.build_model(models.model_config(config.model), config.model), config)
-    device, cluster = devices.unnamed("cuda"), Cluster(1, 8)
-    planner = Planner(config, model, Target("cuda", cluster, device, None))
-    settings = sorted(planner._footprint_module.settings(config, cluster), key=planner._rank)
-    plain = [one for one in settings if (one.offload_optimizer, one.offload_params) == ("none", "none")]
-    offloaded = [one for one in settings if one not in plain]
-    ladder = [(plain, "none", (8,)), (plain, "none", (4, 1)), (plain, "full", (8, 4, 1))]
-    rungs = [
-        planner.option(setting, micro_batch=size, recompute=recompute)
-        for some, recompute, sizes in [*ladder, (offloaded, "full", (8, 4, 1))]
-        for setting in some
-        for size in sizes
-    ]
-    seen = set()
-    for memory in sorted({rung.device_bytes.total for rung in rungs}):
-        room = device.with_memory(int(memory / (1 - devices.SHARE_KEPT_FREE)) + 2)
-        planner.target = Target("cuda", cluster, room, None)
-        best = planner.best(planner.options())
-        assert best is not None
-        first = next(rung for rung in rungs if rung.device_bytes.total <= room.usable(1))
-        chosen = (best.setting, best.micro_batch, best.recompute)
-        assert chosen == (first.setting, first.micro_batch, first.recompute)
-        seen.add((best.micro_batch, best.recompute, best.setting.offload_optimizer))
-    assert len(seen) > 3
 
 
 def test_an_adapter_is_named_where_training_all_does_not_fit(plan: Plan) -> None:

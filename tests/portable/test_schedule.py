@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from portable.model import build as models
 from portable.model.build import AUTO_CLASSES
 from portable.model.flops import flops_per_token
 from portable.model.groups import decaying, groups_of
-from portable.optim.optimizers import parameter_groups
 from portable.optim.schedule import (
     Constant,
     Cosine,
@@ -29,7 +28,7 @@ from portable.optim.schedule import (
     WarmupStableDecay,
     build_schedule,
 )
-from tests.runs import checked
+from tests.runs import TINY_MODEL, checked
 from tests.tiny_models import tiny_config
 
 
@@ -161,35 +160,22 @@ def test_weight_decay_is_for_what_the_trainer_has_it_for(name: str) -> None:
     assert found and all((other in decaying(model)) == decays for other in found)
 
 
-def grouped(model: nn.Module, *groups: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups of ``model``, of names."""
-    settings = load_config({"train": {"parameter_groups": list(groups)}}).train
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = parameter_groups(
-        dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
-    )
-    return [{**group, "params": [names[p] for p in group["params"]]} for group in found]
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    parts = {"a": nn.Linear(2, 2), "norm": nn.LayerNorm(2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)}
-    parts["c"].requires_grad_(False)
-    tied: Any = nn.ModuleDict({**parts, "d": nn.Linear(2, 2, bias=False)})
-    tied["d"].weight = tied["b"].weight
-    return cast("nn.Module", tied)
-
-
-def test_a_pattern_without_effect_is_refused(model: nn.Module) -> None:
-    for patterns, message in (
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
         (["nrom"], "'nrom' matches no parameter; did you mean norm?"),
-        (["c"], "'c' matches only parameters that are frozen; correct or remove it"),
-        (["a", r"a\.w"], r"'a\\.w' matches only parameters that an earlier pattern matches; correct"),
+        (["embed"], "'embed' matches only parameters that are frozen; correct or remove it"),
+        (["mlp", "up_proj"], "'up_proj' matches only parameters that an earlier pattern matches; correct"),
         (["("], "'(' is not a regular expression"),
-    ):
-        with pytest.raises(UserError) as raised:
-            grouped(model, *({"pattern": pattern} for pattern in patterns))
-        assert str(raised.value).startswith(f"train.parameter_groups: {message}")
+    ],
+)
+def test_a_pattern_without_effect_is_refused(patterns: list[str], message: str) -> None:
+    groups = [{"pattern": pattern} for pattern in patterns]
+    given = {"model.config": TINY_MODEL, "train.frozen": "embed", "train.parameter_groups": groups}
+    with pytest.raises(UserError) as raised:
+        config = load_config(None, given)
+        groups_of(models.training_model(models.model_config(config.model), config), config.train)
+    assert str(raised.value).startswith(f"train.parameter_groups: {message}")
 
 
 # -- batches and operations ------------------------------------------------------------------------------
