@@ -60,9 +60,9 @@ def test_inputs_of_layers_are_kept_on_the_host(
 
 def losses_with_inputs_on_host(config: RunConfig) -> Losses:
     """The losses, once it is certain that the inputs of each layer go to the host."""
-    from portable.model import activation_checkpointing as recompute
+    from torch.autograd.graph import save_on_cpu
 
-    with patch.object(recompute, "save_on_cpu", side_effect=recompute.save_on_cpu) as saved:
+    with patch("portable.model.activation_checkpointing.save_on_cpu", side_effect=save_on_cpu) as saved:
         losses = our_losses(config)
     micro_batches = STEPS * 2  # 4 samples on 2 ranks, one at a time
     assert saved.call_count == TINY_MODEL["num_hidden_layers"] * micro_batches

@@ -257,8 +257,8 @@ EIGHT = ("--train.global_batch_size", "8")
 
 
 def test_the_plan_has_hours_their_source_and_the_price(plan: Plan) -> None:
-    words = (*EIGHT, "--train.steps", "1000000", "--device", "h100", "--devices", "8")
-    words += ("--price-per-hour", "2.50")
+    words = [*EIGHT, "--train.steps", "1000000", "--device", "h100", "--devices", "8"]
+    words += ["--price-per-hour", "2.50"]
     found = plan(*words)
     assert found["tokens"] == 1_000_000 * 8 * 64
     least, most = found["hours"]
