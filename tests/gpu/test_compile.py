@@ -1,4 +1,4 @@
-"""torch.compile per layer: the same losses, and no more compilations than there are kinds of layers."""
+"""torch.compile per layer: no more compilations than there are kinds of layers. Losses: ``test_settings``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The installed DeepSpeed has what ``gpu/zero/private_api.py`` changes for a process, and our tables say.
-
-What else is used of it, the tests of the engines run.
-"""
+"""The params of the installed DeepSpeed's optimizers and schedulers are those of our tables."""
 
 from __future__ import annotations
 
