@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -140,14 +139,6 @@ def _dunder(settings: dict[str, Any]) -> dict[str, Any]:
 
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "portable.cli")
 COMMAND, LAUNCHER = ("portable-train",), ("portable-train", "--nproc", "2")
-
-
-def test_torchrun_is_joined(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = tiny(tmp_path, corpus, train__steps=2, train__micro_batch_size=3)
-    done = zygote.run(*TORCHRUN, *flags(settings))
-    assert done.returncode == 0, done.stderr
-    state = json.loads((tmp_path / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
-    assert state["world_size"] == 2
 
 
 @pytest.mark.parametrize(
