@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,10 @@ from portable.data.sources.prepared import INDEX
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
 from portable.errors import RunError, UserError
-from portable.reporting.metrics import read_metrics
-from portable.run.rank import run_rank
 from tests import hub_datasets
 from tests.object_store import ObjectStore
 from tests.portable.data_support import source, write_jsonl
 from tests.portable.test_data_contract import KINDS, TEXTS, lines
-from tests.runs import configured, write_corpus
 
 FILES, RECORDS, LENGTH = 9, 30, 16
 
@@ -339,29 +335,6 @@ def test_half_a_cache_is_not_used(files: Path, expected: list[list[int]]) -> Non
     damaged[7] ^= 1
     (folders[3] / "text.bin").write_bytes(damaged)
     assert rows(opened(files)) == expected
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_waits_for_data_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each log has their share; from the second on, a long one is warned of, once."""
-
-    begin = TrainLoader.__iter__
-
-    def slow(loader: TrainLoader) -> Iterator[Any]:
-        for batch in begin(loader):
-            time.sleep(0.3)
-            yield batch
-
-    monkeypatch.setattr(TrainLoader, "__iter__", slow)
-    texts = write_corpus(tmp_path)
-    given = {"log__every_steps": 1, "train__steps": 4, "checkpoint__export": False}
-    assert run_rank("cpu", configured(tmp_path / "run", texts, **given)) == 0
-    shares = [row["data_wait"] for row in read_metrics(tmp_path / "run") if "loss" in row]
-    assert len(shares) == 4 and all(0.05 < share <= 1 for share in shares)
-    told = [line for line in capsys.readouterr().err.splitlines() if "steps wait for data" in line]
-    assert len(told) == 1 and "raise data.num_workers" in told[0]
 
 
 # -- parts of .jsonl and .parquet, compressed files, object stores and hub data sets ---------------------

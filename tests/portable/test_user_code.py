@@ -5,7 +5,6 @@ And code that reads parameters of which a rank has a part, and modules that are 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -249,13 +248,12 @@ class Norm:
 def own(corpus: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """Settings of a run in which small parameters are sharded like large ones."""
     pytest.importorskip("deepspeed")
-    path = tmp_path / "deepspeed.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     common: dict[str, Any] = {"train__steps": 2, "log__every_steps": 1, "train__micro_batch_size": 1}
     common |= {"checkpoint__export": False, "log__sample_tokens": 0}
 
     def of(strategy: str, **more: Any) -> RunConfig:
-        config = {"deepspeed__config": str(path)} if strategy == "zero3" else {}
+        config = {"deepspeed__config": zero} if strategy == "zero3" else {}
         return configured(tmp_path / strategy, corpus, **common, **config, **more, strategy=strategy)
 
     return of
