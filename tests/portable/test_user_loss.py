@@ -225,7 +225,9 @@ def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path
     with pytest.raises(UserError, match=told) as caught:
         config = configured(tmp_path, corpus, **PADDED, train__loss=f"{HERE}:{name}")
         with opened(config) as trial:
-            trial.step()
+            result = trial.step()
+            assert result.numbers is not None
+            trial.engine.objective.named(trial.backend.read([result.numbers]))
     assert str(caught.value).startswith("train.loss") and "\n" not in str(caught.value)
 
 
