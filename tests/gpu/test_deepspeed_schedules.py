@@ -15,7 +15,6 @@ from pathlib import Path
 from gpu.zero import runtime as zero_runtime
 from portable.config import RunConfig, load_config
 from portable.optim.schedule import OneCycle, build_schedule
-from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests import published
@@ -54,14 +53,6 @@ def test_rates_and_betas_are_deepspeeds(block: dict[str, Any]) -> None:
         assert (betas or (0.7, 0.71)) == pytest.approx(group["betas"], rel=1e-12), step
         optimizer.step()
         theirs.step()  # after the optimizer's, as DeepSpeed's engine does
-
-
-def test_a_resolved_config_has_the_schedule_without_the_json() -> None:
-    config = taken_over(BLOCKS[4])
-    settings = config.train.model_dump()
-    elsewhere = load_config({"strategy": "full_shard", "precision": "fp32", "train": settings})
-    assert build_schedule(elsewhere.train, STEPS) == build_schedule(config.train, STEPS)
-    assert elsewhere.train == config.train
 
 
 def rates_of_engine(config: RunConfig) -> list[tuple[float, tuple[float, float]]]:
@@ -103,21 +94,3 @@ def test_a_cycle_goes_on_where_it_was(tmp_path: Path, corpus: Path, ranks: RankP
     for stop in (3, None):
         assert ranks.run(1, leg, run, corpus, {**settings, "train__stop_after": stop}) == 0
     assert losses(run) == losses(whole)
-
-
-def test_a_json_schedule_goes_on_under_fsdp(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """Two legs under DeepSpeed and FSDP2 against one under DDP."""
-    params = {"warmup_min_lr": 0.0005}
-    shared: dict[str, Any] = {"train__schedule": "WarmupLR", "train__schedule_params": params}
-    shared |= {"train__warmup_steps": 5}
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert ranks.run(1, leg, whole, corpus, {"strategy": "no_shard", **shared}) == 0
-    block = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, **params}}
-    begun: dict[str, Any] = {"deepspeed__config": json_of(block), "train__warmup_steps": 5}
-    assert ranks.run(2, leg, run, corpus, {**begun, "train__stop_after": 4}) == 0
-    assert ranks.run(3, leg, run, corpus, {"strategy": "full_shard", **shared}) == 0
-    rows = [{r["step"]: r for r in read_metrics(folder) if "loss" in r} for folder in (whole, run)]
-    assert len(rows[0]) == len(rows[1]) == 8
-    for step, row in rows[0].items():
-        assert rows[1][step]["learning_rate"] == row["learning_rate"]
-        assert rows[1][step]["loss"] == pytest.approx(row["loss"], rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gpu.zero import nvme
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import resolved
 from portable.config import RunConfig
-from portable.engines.footprint import adopt, footprint, settings, units
+from portable.engines.footprint import footprint, units
 from portable.model import build as models
-from portable.planner.memory_model import Cluster, Setting
+from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from tests.parity import opened
 from tests.ranks import RankPool
@@ -92,12 +90,6 @@ def on_host_by_zero(engine: Any) -> int:
         buffers = [zero.grad_partitions_flat_buffer, *engine._exact.values()]
         if zero.offload_param:
             buffers += [p.ds_tensor for p in engine.model.parameters()]
-        if zero.optimizer_swapper is not None:
-            buffers += zero.optimizer_swapper.swap_buffer_manager.all_buffers
-        if zero.params_in_nvme_and_cpu:
-            swapper = zero.fp16_groups[0][0].nvme_swapper
-            buffers += [*zero.param_groups_fp16_flat_cpu_memory, swapper.buffers]
-            buffers += [swapper.partitioned_swap_buffer]
     else:
         flats = zero.single_partition_of_fp32_groups
         buffers = [
@@ -116,17 +108,6 @@ def live(config: RunConfig) -> Kept:
 def live_host(config: RunConfig) -> int:
     """The same of ZeRO's host memory."""
     return stepped(config, on_host_by_zero)
-
-
-def live_host_and_disk(config: RunConfig) -> tuple[int, int]:
-    """The same where it swaps, with the bytes of the first rank's files."""
-    swap = nvme.run_folder(config)
-
-    def look(engine: Any) -> tuple[int, int]:
-        files = [file for file in swap.rglob("*") if file.is_file() and "rank0" in file.parts]
-        return on_host_by_zero(engine), sum(file.stat().st_size for file in files)
-
-    return stepped(config, look)
 
 
 def saved(config: RunConfig) -> int:
@@ -159,12 +140,10 @@ def planned(config: RunConfig, ranks: int) -> Any:
     return footprint(inventory, config, Cluster(ranks, ranks))
 
 
-def config_for(
-    folder: Path, corpus: Path, strategy: str, zero: dict[str, Any] = BUCKETS, **settings: Any
-) -> RunConfig:
+def config_for(folder: Path, corpus: Path, strategy: str, **settings: Any) -> RunConfig:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
-        document = {"zero_optimization": {"stage": int(strategy[-1]), **zero}}
+        document = {"zero_optimization": {"stage": int(strategy[-1]), **BUCKETS}}
         settings["deepspeed__config"] = document
     sizes = {"train__global_batch_size": 12, "train__micro_batch_size": 1, "data__vocab_size": 384}
     return configured(folder, corpus, **{"strategy": strategy, "model__config": MODEL, **sizes, **settings})
@@ -251,46 +230,6 @@ def test_what_zero_offloads_is_on_the_host(
     assert planned(config, world_size).host == ranks.run(world_size, live_host, config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "zero"),
-    [
-        ({"memory__offload_optimizer": "nvme"}, {}),
-        ({"memory__offload_optimizer": "cpu", "memory__offload_params": "nvme"}, {}),
-        ({"memory__offload_optimizer": "nvme", "memory__offload_params": "nvme"}, {}),
-        (
-            {},
-            {
-                "sub_group_size": 1_500_000,
-                "offload_optimizer": {"device": "nvme", "buffer_count": 5},
-                "offload_param": {"device": "nvme", "buffer_count": 6, "max_in_cpu": 1_000_000},
-            },
-        ),
-    ],
-    ids=["optimizer", "parameters", "both", "both, in parts"],
-)
-@pytest.mark.ops("async_io")
-def test_what_zero_swaps_is_on_the_disk(
-    settings: dict[str, Any], zero: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    config = config_for(
-        tmp_path,
-        corpus,
-        "zero3",
-        {**BUCKETS, **zero},
-        # Of each layer three matrices are swapped; of others, and of vectors, the shares are too small.
-        model__config={**MODEL, "hidden_size": 512, "intermediate_size": 1101},
-        memory__nvme_path=str(tmp_path),
-        **settings,
-    )
-    config = adopt(config, Cluster(2, 2))
-    found = planned(config, 2)
-    host, disk = ranks.run(2, live_host_and_disk, config)
-    assert found.disk == disk
-    assert 0 <= host - found.host <= 8  # an element where there is none
-    assert ranks.run(2, gc.collect)  # frees the engine, whose last gradients were on their way to the disk
-
-
 @pytest.mark.parametrize(
     ("world_size", "strategy", "settings"),
     [
@@ -314,20 +253,3 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     )
     beside = ranks.run(world_size, saved, config) - tensors
     assert 0 <= beside <= METADATA * world_size * len(list(model.parameters()))
-
-
-def test_each_setting_saves_more_than_the_one_before(tmp_path: Path, corpus: Path) -> None:
-    config = config_for(tmp_path, corpus, "full_shard")
-    kept = {}
-    for setting in settings(config, Cluster(4, 4)):
-        found = planned(setting.into(config), 4)
-        kept[setting] = found.parameters + found.gradients + found.optimizer
-    order = [
-        Setting("no_shard"),
-        Setting("zero1"),
-        Setting("zero2"),
-        Setting("zero2", "cpu"),
-        Setting("zero3", "cpu"),
-        Setting("zero3", "cpu", "cpu"),
-    ]
-    assert [kept[s] for s in order] == sorted({kept[s] for s in order}, reverse=True)

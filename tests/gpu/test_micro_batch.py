@@ -15,15 +15,12 @@ import pytest
 import torch
 
 from gpu import device_specs as devices
-from gpu.memory import CudaDiagnostics
 from portable.backend import Diagnostics
-from portable.checks import check
 from portable.cli import main
 from portable.config import load_config
 from portable.engines import memory_trial
-from portable.engines.package import CpuPackage
 from portable.errors import UserError
-from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
+from portable.run.micro_batch import divisors, largest_fitting
 from portable.run.rank import run_rank
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, flags, losses, tiny, weights
@@ -32,7 +29,7 @@ MIB = 1 << 20
 M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 
 
-@pytest.mark.parametrize("share", [1, 7, 12, 64, 5040])
+@pytest.mark.parametrize("share", [1, 12, 5040])
 def test_the_largest_is_found_with_few_tries(share: int) -> None:
     sizes = divisors(share)
     assert sizes == [n for n in range(1, share + 1) if share % n == 0]
@@ -43,8 +40,6 @@ def test_the_largest_is_found_with_few_tries(share: int) -> None:
             tried.append(size)
             return size <= most
 
-        assert largest_fitting(sizes, fits) == (most or None)
-        assert len(tried) == len(set(tried)) <= 2 * math.log2(len(sizes) + 1) + 1
         for first in (1, most, sizes[-1]):  # whatever the planner says
             tried.clear()
             assert largest_fitting(sizes, fits, first) == (most or None)
@@ -138,12 +133,6 @@ def test_a_leg_goes_on_with_what_was_found(tmp_path: Path, corpus: Path, ranks: 
     assert micro_batch(tmp_path) == found
 
 
-def test_without_a_limit_a_cpu_takes_a_modest_size(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings = {"train__micro_batch_size": "auto", "train__global_batch_size": 6}
-    assert ranks.run(1, free_leg, tmp_path, corpus, settings) == 0
-    assert micro_batch(tmp_path) == 3 <= FIRST_GUESS
-
-
 def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: list[int], after: int) -> str:
     """What a leg says whose device runs out of memory once it has taken ``after`` micro-batches.
 
@@ -182,9 +171,7 @@ def test_out_of_memory_at_the_start_says_what_fits(tmp_path: Path, corpus: Path,
     assert 1 < fitting < 16
     assert told.startswith("train.micro_batch_size: out of memory in step 1 with 16 sequences at a time; ")
     assert "set it to that, or use memory.activation_checkpointing full, strategy full_shard" in told
-    assert "; by plan, this fits: " in told
-    planned = told.split("by plan, this fits: ")[1]
-    assert "train.micro_batch_size" in planned and "memory.activation_checkpointing" in planned
+    assert "train.micro_batch_size" in told.split("by plan, this fits: ")[1]
 
 
 def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
@@ -210,47 +197,6 @@ def test_out_of_memory_later_names_the_last_checkpoint(tmp_path: Path, corpus: P
     assert told.endswith("last good checkpoint: " + str(tmp_path / "checkpoints" / "step-000001"))
 
 
-def test_not_even_one_fits(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    told = ranks.run(1, refused_search, tmp_path, corpus, {"train__micro_batch_size": "auto"})
-    assert told.startswith("train.micro_batch_size: not even one sequence at a time fits")
-    assert "memory.activation_checkpointing full, memory.offload_optimizer cpu, " in told
-    assert "memory.offload_params cpu" in told
-    assert not (tmp_path / "config.yaml").exists()
-
-
-def refused_search(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
-    """What is said where the memory is full already, which is injected: the process still has some to use."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_trial, "fits", lambda *_: False)
-        with pytest.raises(UserError) as refused:
-            limited_leg(folder, corpus, settings, [1])
-    return str(refused.value)
-
-
-def test_a_snapshot_is_written_once_memory_has_run_out(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    told, recorded = ranks.run(1, snapshot_taken, tmp_path, corpus)
-    path = tmp_path / "memory" / "rank0.pickle"
-    assert recorded
-    assert path.read_text() == "as torch.cuda writes it"
-    assert f"memory snapshot: {path}" in told
-
-
-def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
-    """The recording is mocked: torch has none for a CPU's memory."""
-    recorded: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPackage, "check", lambda *_: None)
-        patch.setattr(CpuPackage, "mistakes", lambda *_, late: ())
-        patch.setattr(CudaDiagnostics, "driver_memory", lambda _: None)
-        patch.setattr(CpuPackage, "diagnostics", lambda _, *told: CudaDiagnostics(*told))
-        patch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: recorded.append(1))
-        patch.setattr(
-            torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("as torch.cuda writes it")
-        )
-        told = refusal(folder, corpus, {"log__memory_snapshot": True}, [500], 0)
-    return told, recorded
-
-
 @pytest.mark.parametrize(
     ("error", "full"),
     [
@@ -271,12 +217,6 @@ def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
 def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) -> None:
     """Kernels, pinned memory and libraries ask the driver, past torch's allocator and its own error."""
     assert memory_trial.ran_out_of_memory(error) is full
-
-
-def test_a_snapshot_needs_a_gpu(tmp_path: Path, corpus: Path) -> None:
-    config = configured(tmp_path, corpus, log__memory_snapshot=True)
-    with pytest.raises(UserError, match=r"log\.memory_snapshot"):
-        check(config, late=True)
 
 
 def test_a_dry_run_leaves_it_open(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,25 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from converters import open_checkpoint
-from portable.adapters.adapter import training_model
-from portable.adapters.settings import resolved
-from portable.config import RunConfig
-from portable.engines.footprint import units
-from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
-from portable.model import build as models
 from portable.optim.muon import Muon
-from portable.planner.memory_model import Cluster
-from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
-from tests.parity import opened
-from tests.ranks import RankPool
 from tests.runs import configured, losses
 
 MUON: dict[str, Any] = {
@@ -94,35 +83,6 @@ def test_every_engine(
 def test_layers_in_a_loop(truth: Losses, engines: Engines, corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, **MUON, backend="xla", xla__scan_layers=True)
     assert_close(engines.run("xla", 2, our_losses, config), truth, 1e-5)
-
-
-def sent(config: RunConfig) -> int:
-    """Bytes that the first rank sends to others in the updates of two steps, halved."""
-    count = 0
-    exchange = dist.all_to_all_single
-
-    def counted(output: Any, sent: Any, come: Any, out: list[int], group: Any) -> None:
-        nonlocal count
-        count += sent.element_size() * (sum(out) - out[dist.get_rank(group)])
-        exchange(output, sent, come, out, group=group)
-
-    with pytest.MonkeyPatch.context() as patch, opened(config) as trial:
-        patch.setattr(dist, "all_to_all_single", counted)
-        for _ in range(2):
-            trial.step()
-    return count // 2
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sends_each_matrix_once_and_back(
-    precision: str, corpus: Path, tmp_path: Path, ranks: RankPool
-) -> None:
-    """As the plan says: to the rank that orthogonalizes it, in the compute type."""
-    config = configured(tmp_path, corpus, **MUON, strategy="full_shard", precision=precision)
-    model = training_model(models.model_config(config.model), resolved(config))
-    inventory = inspect(model, config.train, units(model, config))
-    footprint = fully_sharded(inventory, config, Cluster(2, 2))
-    assert ranks.run(2, sent, config) == footprint.links.per_step > 0
 
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:

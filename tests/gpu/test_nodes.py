@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from portable.config import dump_yaml
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests import slurm
-from tests.ranks import free_port
+from tests.ranks import free_port, wait_for
 from tests.runs import configured, flags, tiny
 from tests.slurm import Slurm
 from tests.zygote import Zygote
@@ -110,24 +109,13 @@ def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()
     metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(losses(tmp_path / "run")) >= 3, output)
+    wait_for(lambda: metrics.exists() and len(losses(tmp_path / "run")) >= 3)
     # What --signal=TERM@300 does five minutes before the end: the steps are signalled, the script is not.
     assert cluster.command("scancel", "--signal", "TERM", job).returncode == 0
-    wait_for(lambda: "queued again" in text_of(output), output)
+    wait_for(lambda: "queued again" in output.read_text(errors="replace"))
     stopped = len(losses(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped:06d}").exists()
     state = cluster.command("scontrol", "show", "job", job).stdout
     assert "Requeue=1" in state
     assert "Restarts=1" in state
     assert cluster.command("scancel", job).returncode == 0
-
-
-def text_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def wait_for(condition: Any, output: Path, seconds: float = 400) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, text_of(output)
-        time.sleep(0.2)

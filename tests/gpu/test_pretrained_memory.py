@@ -68,16 +68,12 @@ def start(config: RunConfig, name: str) -> tuple[list[int], int, torch.Tensor]:
     backend.start()
     try:
         run = prepare(resolve(config, backend.name), backend)
-        originals = {collective: getattr(dist, collective) for collective in COLLECTIVES}
         grown: list[int] = []
-        for collective in COLLECTIVES:
-            setattr(dist, collective, _refuse)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            for collective in COLLECTIVES:
+                patch.setattr(dist, collective, _refuse)
             with peak_of(grown):
                 engine = restore(run, None).engine
-        finally:
-            for collective, original in originals.items():
-                setattr(dist, collective, original)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, grown[0])
         parameters: dict[str, Any] = dict(engine.model.named_parameters())

@@ -21,11 +21,9 @@ from gpu.zero import runtime as zero_runtime
 from gpu.zero.buckets import automatic
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
-from portable.config import RunConfig, load_config, parse_args
+from portable.config import RunConfig, load_config
 from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
-from portable.registry import create_backend
-from portable.run.resolve import resolve
 from tests import published
 from tests.published import Shape, shapes
 
@@ -215,24 +213,3 @@ def test_is_refused_with_good_reason(shape: Shape, tmp_path: Path, read: Any) ->
         batches = {"train_micro_batch_size_per_gpu": 1}
         with pytest.raises(Exception):  # noqa: B017
             read({k: v for k, v in {**batches, **shape.config}.items() if v != "auto"}, shape.ranks)
-
-
-def test_comments_and_commas_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "remarks.json"
-    file.write_text(
-        '{\n  // of a person\n  "//": 1, "//": 2,\n  "zero_optimization": {"stage": 1,},  # and a comma\n}'
-    )
-    document = deepspeed_json.read(load_config({"deepspeed": {"config": str(file)}}))
-    assert document is not None and document.values == {"zero_optimization": {"stage": 1}}
-
-
-def test_a_yamls_accumulation_is_used_as_a_jsons_is(tmp_path: Path) -> None:
-    section = {"gradient_accumulation_steps": 4, "zero_stage": 2}
-    file = tmp_path / "accelerate.yaml"
-    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
-    flags = ["--accelerate-config", str(file), "--train.micro_batch_size", "2", "--precision", "fp32"]
-    backend = create_backend("cpu")
-    run = resolve(parse_args(flags).config, backend.name, 8).config
-    assert (run.strategy, run.train.global_batch_size) == ("zero2", 2 * 4 * 8)
-    with pytest.raises(UserError, match="gradient_accumulation_steps 4"):
-        resolve(parse_args([*flags, "--train.global_batch_size", "6"]).config, backend.name, 8)

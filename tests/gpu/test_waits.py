@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from portable.config.sections import ModelConfig
 from portable.model.build import build_model, model_config
 from portable.model.parameters import replace_tensors
-from portable.optim.adafactor import Adafactor
-from portable.optim.adamw_8bit import AdamW8bit
 from portable.private.of_transformers import no_value_checks
 from tests.parity import opened
 from tests.runs import configured
@@ -48,29 +45,6 @@ def test_a_step_reads_nothing(settings: dict[str, Any], tmp_path: Path, corpus: 
     assert not seen.found, seen.found[0]
 
 
-@pytest.mark.parametrize("kind", ["adafactor", "adamw_8bit"])
-def test_optimizers_bring_nothing_from_the_host(kind: str) -> None:
-    """On the meta device, which like a GPU is not the host."""
-    parameter = nn.Parameter(torch.empty(128, 96, device="meta"))
-    groups: list[dict[str, Any]] = [{"params": [parameter]}]
-    optimizer: Adafactor | AdamW8bit = (
-        Adafactor(groups, lr=1e-3)
-        if kind == "adafactor"
-        else AdamW8bit(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, exact=())
-    )
-    optimizer.found_inf = torch.zeros((), device="meta")
-
-    def step() -> None:
-        parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
-
-    step()  # what is made once may wait
-    seen = Waits()
-    with seen.looking():
-        step()
-    assert not seen.found, seen.found[0]
-
-
 @pytest.mark.parametrize("model_type", ["llama", "bert", "lfm2"])  # causal, in both directions, recurrent
 def test_no_mask_is_read(model_type: str) -> None:
     task = "masked-lm" if model_type == "bert" else "causal-lm"
@@ -81,12 +55,3 @@ def test_no_mask_is_read(model_type: str) -> None:
     with waits.looking(), no_value_checks():
         model(input_ids=tokens, attention_mask=tokens)
     assert not waits.found
-
-
-def test_a_wait_is_seen() -> None:
-    seen = Waits()
-    with seen.looking():
-        bool(torch.ones(()) > 0)
-        _: Tensor = torch.ones(3)[torch.ones(3) > 0]
-        torch.zeros(2).to("meta")
-    assert len(seen.found) == 3

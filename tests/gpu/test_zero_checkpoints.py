@@ -1,4 +1,4 @@
-"""ZeRO runs that stop and go on in bf16; what else reads their checkpoints. Moves: ``test_moves``."""
+"""What else reads the checkpoints of ZeRO. Moves: ``test_moves``; bit for bit in 16 bits: ``test_fp16``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from converters.cli import main as convert
-from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from tests.runs import configured, losses, weights
+from tests.runs import configured
 
 pytest.importorskip("deepspeed")
 
@@ -29,18 +28,6 @@ COMMON: dict[str, Any] = {
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return run_rank("cpu", configured(folder, corpus, **{**COMMON, **settings}))
-
-
-def test_goes_on_bit_for_bit_in_bf16(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """In fp32: ``test_moves``."""
-    settings: dict[str, Any] = {"strategy": "zero3", "precision": "bf16", "train__steps": 4}
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert ranks.run(2, leg, whole, corpus, settings) == 0
-    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 2}) == 0
-    assert ranks.run(2, leg, run, corpus, settings) == 0
-    assert losses(run) == losses(whole)
-    assert weights(run) == weights(whole)
-    assert (run / "checkpoints" / "step-000004" / "latest").read_text() == "global_step4"
 
 
 def own_tool(folder: Path) -> dict[str, Any]:
@@ -66,31 +53,3 @@ def test_deepspeeds_own_tool_and_portable_convert_agree(
     moments = load_file(tmp_path / "out" / "optimizer.safetensors")
     assert float(moments["model.norm.weight.step"]) == 2
     assert all(np.any(moments[f"{name}.exp_avg_sq"]) for name in ours)
-
-
-def test_evaluation_alone_with_offloaded_parameters(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings: dict[str, Any] = {
-        "strategy": "zero3",
-        "memory__offload_params": "cpu",
-        "memory__offload_optimizer": "cpu",
-        "data__eval_fraction": 0.1,
-        "train__steps": 2,
-    }
-    run = tmp_path / "run"
-    assert ranks.run(2, leg, run, corpus, settings) == 0
-    recorded = [row["eval_loss"] for row in read_metrics(run) if "eval_loss" in row][-1]
-    told = ranks.run(2, evaluation, run, corpus, settings)
-    assert told == pytest.approx(recorded, rel=1e-6)
-
-
-def evaluation(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
-    """What ``--eval-only`` prints on the first rank."""
-    import contextlib
-    import io
-
-    printed = io.StringIO()
-    config = configured(folder, corpus, **{**COMMON, **settings})
-    with contextlib.redirect_stdout(printed):
-        assert run_rank("cpu", config, eval_only=True) == 0
-    words = printed.getvalue().split()
-    return float(words[words.index("loss") + 1]) if words else 0.0

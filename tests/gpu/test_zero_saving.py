@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from gpu.zero import saving as zero_saving
@@ -21,14 +20,6 @@ from tests.ranks import RankPool
 from tests.runs import configured
 
 
-def stepping(config: RunConfig) -> Iterator[Any]:
-    """The engine of a run from the start; whatever is then asked of the iterator is another step."""
-    with opened(config) as trial:
-        yield trial.engine
-        while True:
-            yield trial.step(3e-3)
-
-
 def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
     """Save a step in the foreground and in the background, the latter held up until two steps later.
 
@@ -37,9 +28,6 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
     """
     import torch.distributed as dist
 
-    steps = stepping(config)
-    engine = next(steps)
-    next(steps)
     go = threading.Event()
     write = zero_saving._File.write
 
@@ -47,28 +35,25 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
         assert go.wait(60)
         write(file)
 
-    paths = {kind: folder / kind for kind in ("foreground", "background")}
-    for path in paths.values():
-        path.mkdir(exist_ok=True)
-    engine.save(paths["foreground"], background=False).wait()
-    with pytest.MonkeyPatch.context() as patch:
+    one, other = folder / "foreground", folder / "background"
+    with opened(config) as trial, pytest.MonkeyPatch.context() as patch:
+        trial.step(3e-3)
+        for path in (one, other):
+            path.mkdir(exist_ok=True)
+        trial.engine.save(one, background=False).wait()
         patch.setattr(zero_saving._File, "write", held_up)
-        handle = engine.save(paths["background"], background=True)
-        assert not handle.done()
-        next(steps)
-        next(steps)
-        assert not handle.done()
+        handle = trial.engine.save(other, background=True)
+        for _ in range(2):
+            assert not handle.done()
+            trial.step(3e-3)
         go.set()
         handle.wait()
-        assert handle.done()
-    dist.barrier()
-    files = sorted(path.relative_to(paths["foreground"]) for path in paths["foreground"].rglob("*.pt"))
-    ranks = dist.get_world_size()
-    stage3 = config.strategy == "zero3"
-    assert len(files) == ranks + (ranks if stage3 else 1)  # optimizer shards, and model states
-    differing = [str(file) for file in files if different(*(path / file for path in paths.values()))]
-    steps.close()  # type: ignore[attr-defined]
-    return differing
+        dist.barrier()
+        files = sorted(path.relative_to(one) for path in one.rglob("*.pt"))
+        ranks = dist.get_world_size()
+        # Optimizer shards, and model states.
+        assert len(files) == ranks + (ranks if config.strategy == "zero3" else 1)
+        return [str(file) for file in files if different(one / file, other / file)]
 
 
 def different(one: Path, other: Path) -> bool:

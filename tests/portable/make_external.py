@@ -1,11 +1,7 @@
 """Write training checkpoints of a tiny Llama with other programs' own code, beside the values they must hold.
 
-Run as `python -m tests.portable.make_external OUT [xla]`. Ranks are forked from one process that has imported
-everything once; XLA needs a process of its own. Beside each checkpoint lies `<name>.ref.pt`: `{"model": ...,
-"optim": {name: {...}}}` with full tensors, taken from the live run.
-
-torchtitan is not installed: its layout is written with torch's DCP from the state that its checkpointer hands
-to it (the model's entries at the top level, a flat optimizer, `train_state` and `lr_scheduler`).
+Run as `python -m tests.portable.make_external OUT [xla]`. Beside each checkpoint lies `<name>.ref.pt`, of the
+live run: `{"model": ..., "optim": {name: {...}}}`. torchtitan's layout is written with torch's DCP.
 """
 
 from __future__ import annotations

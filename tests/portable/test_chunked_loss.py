@@ -17,13 +17,13 @@ from portable.model.chunked_loss import ChunkedHead, chunked_head
 from portable.model.initialize import InitialWeights
 from portable.model.loss import token_loss
 from portable.model.parameters import materialize
-from tests.gpu.test_fsdp import FOUR
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.promises import record
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_config
 
+FOUR: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("causal-lm", {**TINY_MODEL, "vocab_size": 301}),
     "llama": ("causal-lm", {**TINY_MODEL, "vocab_size": 301, "tie_word_embeddings": False}),

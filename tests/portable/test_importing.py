@@ -14,11 +14,7 @@ from portable.cli import main
 from portable.commands.importing import import_files
 from portable.config import RunConfig, keys, load_config
 from portable.config.importing.importer import PROGRAMS, read
-from portable.config.importing.rows import File, Row
-from portable.config.origins import Origin
 from portable.config.yaml_text import Document, parse
-from portable.errors import UserError
-from tests.portable.test_hints import config, remedies
 from tests.published import tree
 
 TABLE = keys.settings(RunConfig)
@@ -116,19 +112,6 @@ def test_a_json_with_comments_and_tabs(tmp_path: Path, capsys: pytest.CaptureFix
     assert (found["strategy"], found["train.global_batch_size"]) == ("zero2", 8)
 
 
-def test_what_a_json_must_not_say() -> None:
-    given = {
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True, "check_grad_overflow": False},
-        "prescale_gradients": True,
-        "optimizer": {"type": "AdamW", "params": {"bias_correction": False, "amsgrad": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1.0, 2.0], "last_batch_iteration": 3}},
-    }
-    refused = "\n".join(read(Document({"train_batch_size": 8, **given}, {}), "ds.json").refused)
-    assert "check_grad_overflow" in refused and "prescale" in refused and "bias_correction" in refused
-    assert "amsgrad" in refused and "warmup_max_lr" in refused and "last_batch" in refused
-
-
 def test_a_default_of_a_program_yields_to_what_another_file_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,51 +134,3 @@ def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
         for name in program.rows:
             found = read(Document({**start, **tree(name, value)}, {}), "theirs.yaml")
             assert all("\n" not in line for line in (*found.refused, *found.notes))
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_every_remedy_can_be_followed(program: Any) -> None:
-    """Each says to leave a key out, which value to give it, or which settings load in its place."""
-    for name, row in program.rows.items():
-        if row.free or row.to or row.how is not None or not row.why:
-            continue
-        given = list(remedies(row.why.replace("set it to", "make it")))
-        for settings in given:
-            config(settings)
-        told = [
-            word
-            for word in re.findall(r"[a-z]+\.[a-z_]+", row.why)
-            if word.split(".")[0] in keys.sections(RunConfig)
-        ]
-        assert all(key in TABLE or key.startswith("model.config") for key in told), row.why
-        if (value := re.search(r"set it to (\w+)", row.why)) is not None:
-            assert _refusals(program, name, yaml.safe_load(value[1])) == []
-        plain = re.search(
-            r"leave it out|remove it|remove the key|\bonly\b|name (another|modules)|put a "
-            "system|--accelerate",
-            row.why,
-        )
-        assert given or told or value or plain or "section" in row.why, row.why
-        assert _refusals(program, name.replace("*", "x"), ["something"]), name
-
-
-def _refusals(program: Any, name: str, value: Any) -> list[str]:
-    file = File(
-        program.name,
-        tree(name, value),
-        program.rows,
-        lambda path: Origin(".".join(path), 0),
-        lambda file, value: None,
-    )
-    file.take()
-    return file.result.refused
-
-
-def test_each_setting_that_a_row_names_is_there() -> None:
-    for program in PROGRAMS:
-        for name, row in program.rows.items():
-            assert isinstance(row, Row)
-            assert row.how is None or callable(row.how) or isinstance(row.how, dict)
-            assert row.to in TABLE or not row.to, name
-    with pytest.raises(UserError, match="import: no file; name one"):
-        import_files([])

@@ -21,7 +21,6 @@ from portable.evaluation.generation import rouge_l
 from portable.evaluation.metrics import evaluate
 from portable.model.loss import added
 from portable.model.training_loss import IGNORED, Outputs
-from portable.reporting.metrics import Throughput
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.parity import Opened, opened
@@ -348,22 +347,3 @@ def test_predictions_without_all_logits(corpus: Path, tmp_path: Path) -> None:
 )
 def test_rouge_l(text: str, target: str, score: float) -> None:
     assert rouge_l(text, target) == pytest.approx(score)
-
-
-def test_the_rates_of_the_bar_and_of_the_summary_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the first step, which compiles, nor what the run does between steps."""
-    now = 0.0
-    monkeypatch.setattr("portable.reporting.metrics.time.perf_counter", lambda: now)
-    throughput = Throughput()
-    now = 50.0
-    throughput.add(8)
-    assert throughput.window() == pytest.approx(8 / 50) == throughput.launch and throughput.first_step == 50
-    for paused in (10.0, 7.0):  # it is saved
-        now += paused
-        throughput.pause(paused)
-        for _ in range(4):
-            now += 2.0
-            throughput.add(8)
-        assert throughput.window() == pytest.approx(4.0) == throughput.launch
-    now += 600.0  # the export
-    assert throughput.launch == pytest.approx(4.0) and throughput.paused == 17

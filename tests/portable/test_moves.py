@@ -1,10 +1,7 @@
 """A run moves from every engine to every other and to other world sizes, real engines on both sides.
 
-Every resume reads one logical checkpoint, so the pairs follow by composition: each engine writes what a
-reference holds, and each goes on from the reference: full_shard on every number of ranks, the others on one
-or two. ``--all`` has all on every number, and runs the pairs themselves.
-
-``PORTABLE_WRITE_DOCS=1`` has the tests write their table into ``docs/moving.md``.
+The pairs follow by composition: each engine writes what a reference holds, and goes on from the reference.
+``--all`` runs the pairs themselves; ``PORTABLE_WRITE_DOCS=1`` writes the table of ``docs/moving.md``.
 """
 
 from __future__ import annotations

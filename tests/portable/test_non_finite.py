@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +27,6 @@ from portable.registry import create_backend
 from portable.reporting.metrics import read_events, read_metrics
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
-from portable.run.replay import MicroBatch, once_each
 from portable.run.resolve import resolve
 from tests.engines import Engines
 from tests.runs import TINY_MODEL, configured
@@ -205,24 +203,6 @@ def test_too_many_in_a_row_end_the_run(name: str, run: Run, tmp_path: Path) -> N
     assert error.startswith("error: step 1 (samples 0 to 7): the loss is not finite, nor in the next 9 steps")
     newest = max(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
     assert newest < MAX_STREAK
-
-
-def test_a_replay_in_which_all_is_finite_says_so(run: Run, tmp_path: Path) -> None:
-    run("full_shard", tmp_path, "loss", train__stop_after=2)
-    out, err = run("full_shard", tmp_path, "loss", 2)
-    assert "every loss and gradient is finite this time" in out
-    assert "going from the start to step 2, which is number 2" in err
-
-
-def test_ranks_that_share_layers_tell_of_a_micro_batch_once() -> None:
-    """Their outputs are parts, of which those of one rank may be finite and those of another not."""
-    fine = MicroBatch(
-        rank=0, number=1, first_sample=4, samples=2, tokens=9, loss=1.0, module=None, bad_sample=None
-    )
-    bad = replace(fine, rank=1, module="layers.0.mlp (MLP)", bad_sample=5)
-    others = [replace(fine, rank=rank, first_sample=6) for rank in (2, 3)]
-    assert once_each([fine, bad, *others]) == [bad, others[0]]
-    assert once_each([bad, replace(fine, rank=1)]) == [bad]
 
 
 def test_the_account() -> None:

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from portable.backend import Diagnostics
-from portable.cli import main as train
 from portable.config import load_config
-from portable.engines.backend import TorchBackend
-from portable.model import build as models
 from portable.model.build import build_model, model_config
 from portable.model.flops import flops_per_token
 from portable.planner import device_lookup as devices
 from portable.planner.cli import main
 from portable.planner.hours import hours_at
-from portable.planner.memory_model import SOME_DISK, Cluster, Setting
-from portable.planner.meta_model import MetaModel
-from portable.planner.plan import Planner, Target
+from portable.planner.memory_model import SOME_DISK, Setting
+from portable.planner.plan import Planner
 from tests.promises import record
-from tests.runs import SENTENCE, flags, tiny
+from tests.runs import SENTENCE
 
 pytestmark = pytest.mark.usefixtures("passes_known")
 SMALL = {
@@ -73,27 +64,15 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
 def test_options_in_the_order_of_the_guide_with_their_bytes(plan: Plan) -> None:
     found = plan("--device", "h100", "--devices", "8")
     assert found["parameters"] == 2 * 512 * 64 + 3 * (64 * 64 * 3 + 3 * 64 * 160 + 2 * 64) + 64
-    parts = {"parameters", "gathered", "gradients", "optimizer", "activations"}
     for option in found["options"]:
-        assert option.keys() >= {"host_bytes", "disk_bytes", "checkpoint_bytes"} and option["fits"] is True
         size = option["device_bytes"]
-        assert size.keys() == {*parts, "total"} and size["total"] == sum(size[name] for name in parts)
-        assert all(isinstance(value, int) and value >= 0 for value in size.values())
+        total = size.pop("total")
+        assert option["fits"] is True and total == sum(size.values())
     parts_of = ("strategy", "offload_optimizer", "offload_params")
     order = [" ".join(option[part] for part in parts_of) for option in found["options"]]
     assert found["best"]["strategy"] == "no_shard" and order[0] == "no_shard none none"
-    zero = [name for name in order if name.startswith("zero") and not name.startswith("zero1")]
-    assert order.index("zero1 none none") < order.index(zero[0])
-    assert zero == [
-        "zero2 none none",
-        "zero3 none none",
-        "zero2 cpu none",
-        "zero3 none cpu",
-        "zero3 cpu none",
-        "zero3 cpu cpu",
-        "zero3 nvme none",
-        "zero3 nvme nvme",
-    ]
+    zero3 = [name.removeprefix("zero3 ") for name in order if name.startswith("zero3")]
+    assert zero3 == ["none none", "none cpu", "cpu none", "cpu cpu", "nvme none", "nvme nvme"]
     for option in plan("--device", "h100", "--devices", "8", "--host-memory", "1kB")["options"]:
         assert option["fits"] is (option["host_bytes"] == 0)
 
@@ -128,93 +107,6 @@ def test_a_large_model_gives_up_one_thing_after_another(plan: Plan, tmp_path: Pa
     assert none["best"] is None and not any(option["fits"] for option in none["options"])
 
 
-def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
-    """Beside a walk down the whole ladder, every rung of it reckoned."""
-    run = {"train.global_batch_size": 64, "train.micro_batch_size": 8, "backend": "cuda", "precision": "bf16"}
-    config = load_config(None, {"model.config": SMALL, "data.source": "x.jsonl", "data.seq_len": 64, **run})
-    model = MetaModel(models.build_model(models.model_config(config.model), config.model), config)
-    device, cluster = devices.unnamed("cuda"), Cluster(1, 8)
-    planner = Planner(config, model, Target("cuda", cluster, device, None))
-    settings = sorted(planner._footprint_module.settings(config, cluster), key=planner._rank)
-    plain = [one for one in settings if (one.offload_optimizer, one.offload_params) == ("none", "none")]
-    offloaded = [one for one in settings if one not in plain]
-    ladder = [(plain, "none", (8,)), (plain, "none", (4, 1)), (plain, "full", (8, 4, 1))]
-    rungs = [
-        planner.option(setting, micro_batch=size, recompute=recompute)
-        for some, recompute, sizes in [*ladder, (offloaded, "full", (8, 4, 1))]
-        for setting in some
-        for size in sizes
-    ]
-    seen = set()
-    for memory in sorted({rung.device_bytes.total for rung in rungs}):
-        room = device.with_memory(int(memory / (1 - devices.SHARE_KEPT_FREE)) + 2)
-        planner.target = Target("cuda", cluster, room, None)
-        best = planner.best(planner.options())
-        assert best is not None
-        first = next(rung for rung in rungs if rung.device_bytes.total <= room.usable(1))
-        chosen = (best.setting, best.micro_batch, best.recompute)
-        assert chosen == (first.setting, first.micro_batch, first.recompute)
-        seen.add((best.micro_batch, best.recompute, best.setting.offload_optimizer))
-    assert len(seen) > 3
-
-
-def test_ranks_that_share_sequences_hold_a_part_of_the_activations(plan: Plan) -> None:
-    """And exchange them: once more where layers are recomputed. How much: ``test_shared_sequences.py``."""
-    run = ["--device", "h100", "--devices", "8", "--precision", "bf16", "--train.micro_batch_size", "2"]
-    exchanged = []
-    for recompute in ("none", "full"):
-        given = [*run, "--memory.activation_checkpointing", recompute, "--context_parallel_size"]
-        whole, shared = (plan(*given, size)["options"][0] for size in ("1", "4"))
-        exchanged.append(shared["communication_bytes"] - whole["communication_bytes"])
-        assert shared["device_bytes"]["optimizer"] == whole["device_bytes"]["optimizer"]
-        if recompute == "none":
-            kept = [option["device_bytes"]["activations"] for option in (whole, shared)]
-            assert kept[1] == pytest.approx(kept[0] / 4, rel=0.1)
-    assert 0 < exchanged[0] == pytest.approx(exchanged[1] / 1.5, abs=1)
-
-
-@pytest.mark.parametrize(("heads", "expected"), [(8, 4), (3, None)])
-def test_the_smallest_number_that_shares_a_sequence_is_named_where_nothing_else_fits(
-    heads: int, expected: int | None, plan: Plan
-) -> None:
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 1 << 18}
-    model = {**LARGE, **sizes, "hidden_size": heads * 128}
-    argv = ["--data.seq_len", "131072", "--precision", "bf16", "--devices", "8", "--train.global_batch_size"]
-    argv += [
-        "8",
-        "--memory.activation_checkpointing",
-        "full",
-        "--device-memory",
-        "30GB" if expected else "4GB",
-    ]
-    shared = plan(*argv, model=model)["with_shared_sequences"]
-    assert (None if shared is None else shared["context_parallel_size"]) == expected
-    if expected:
-        alone = plan(*argv, "--context_parallel_size", str(expected), model=model)["best"]
-        assert {**shared, "reason": None} == {**alone, "reason": None}
-        said = " ".join(plan(*argv, model=model, told=True).split())
-        assert f"With context_parallel_size {expected}, the smallest that fits, {shared['strategy']}" in said
-
-
-def test_ranks_that_share_layers_hold_a_part_of_them(plan: Plan) -> None:
-    model = {**LARGE, "vocab_size": 258, "num_hidden_layers": 4}
-    run = ("--precision", "bf16", "--device", "h100", "--devices", "8")
-    found = {size: plan(*run, "--tensor_parallel_size", size, model=model) for size in ("1", "4")}
-    one, shared = (
-        next(option for option in plan["options"] if option["strategy"] == "full_shard")
-        for plan in found.values()
-    )
-    sharing = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"}
-    assert {option["strategy"] for option in found["4"]["options"]} <= sharing
-    whole, part = (option["device_bytes"] for option in (one, shared))
-    assert part["optimizer"] == pytest.approx(whole["optimizer"], rel=0.02)
-    assert part["gathered"] == pytest.approx(whole["gathered"] / 4, rel=0.2)
-    assert part["activations"] < whole["activations"] * 0.6
-    assert shared["communication_bytes"] != one["communication_bytes"]
-    two_nodes = ("--devices", "16", "--strategy", "hybrid_shard", "--tensor_parallel_size", "16")
-    assert plan(*run, *two_nodes, model={**model, "num_key_value_heads": 16})["best"]["fits"]
-
-
 def test_an_adapter_is_named_where_training_all_does_not_fit(plan: Plan) -> None:
     argv = ["--data.seq_len", "1024", "--precision", "bf16", "--train.global_batch_size", "16"]
     argv += ["--device", "a100-80", "--devices"]
@@ -225,38 +117,6 @@ def test_an_adapter_is_named_where_training_all_does_not_fit(plan: Plan) -> None
     assert {**best, "reason": None} == {**alone["best"], "reason": None} and alone["with_adapter"] is None
     said = " ".join(plan(*argv, "2", model=LARGE, told=True).split())
     assert f"With an adapter (adapter.type lora), {best['strategy']} takes" in said
-
-
-def test_the_recommended_row_is_on_top_as_it_will_run(plan: Plan) -> None:
-    """Also where nothing fits as it is configured."""
-    argv = ["--devices", "64", "--data.seq_len", "1024", "--train.global_batch_size", "512"]
-    argv += ["--train.micro_batch_size", "8", "--device-memory", "28GB"]
-    best = plan(*argv, model=LARGE)["best"]
-    assert best["micro_batch_size"] < 8 or best["activation_checkpointing"] == "full"
-    said = plan(*argv, model=LARGE, told=True)
-    header, *rows = said[said.index("\n  strategy") + 1 :].partition("\n\n")[0].splitlines()
-    assert [row[:2] for row in rows].count("* ") == 1 and rows[0].startswith(f"* {best['strategy']} ")
-    assert rows[0].endswith("yes")
-    names = [tuple(re.split(r"  +", row[2:])[:2]) for row in rows]
-    assert len(set(names)) == len(names)
-    cells = dict(zip(header.split(), rows[0][2:].replace(" GiB", "GiB").split(), strict=False))
-    assert cells.get("batch", "8") == str(best["micro_batch_size"])
-    assert cells.get("recompute", "none") == best["activation_checkpointing"]
-    assert max(map(len, said.splitlines())) <= 104
-
-
-def test_a_run_of_no_family_in_particular_takes_fsdp2(plan: Plan) -> None:
-    """As docs/strategies.md has it; and a tenth of the memory is kept free."""
-    whole = plan("--device-memory", "1TB", "--devices", "8", model=LARGE)["options"]
-    sizes = {o["strategy"]: o["device_bytes"]["total"] for o in whole if o["offload_optimizer"] == "none"}
-    room = max(sizes["zero1"], sizes["zero2"], sizes["shard_grad_op"])
-    assert room < sizes["no_shard"]
-    memory = str(int((room + devices.KEPT_FOR_COLLECTIVES) / 0.9) + 1)
-    found = plan("--device-memory", memory, "--devices", "8", model=LARGE)
-    assert found["best"]["strategy"] == "shard_grad_op"
-    assert found["usable_memory"] <= 0.9 * found["device_memory"]
-    chosen = plan("--device-memory", memory, "--devices", "8", "--strategy", "zero2", model=LARGE)
-    assert chosen["best"]["strategy"] in ("zero1", "zero2")
 
 
 def test_a_disk_comes_last(plan: Plan) -> None:
@@ -291,18 +151,9 @@ def test_without_a_device_nothing_is_said_to_fit(plan: Plan, capsys: pytest.Capt
     ("arguments", "words"),
     [
         (["--device", "h10"], ["--device", "h100"]),
-        (["--budget", "many"], ["--budget: 'many' is not an amount"]),
         (["--budget", "50"], ["--budget: no prices; give --price-per-hour"]),
-        (["--budget", "50", "--price-per-hour", "2.50"], ["write 2.50 beside --device"]),
         (["--price-per-hour", "h101=2"], ["--price-per-hour: unknown device 'h101'; did you mean h100?"]),
-        (["--device", "h100", "--price-per-hour", "2,50"], ["h100 has two prices"]),
-        (["--device", "h100", "--price-per-hour", "l4=2"], ["no price of the device that is planned for"]),
-        (
-            ["--budget", "5", "--price-per-hour", "h100=2", "--devices", "8"],
-            ["--devices: has no effect with"],
-        ),
         (["--device-memory", "much"], ["--device-memory", "much", "80GB"]),
-        (["--host-memory", "12 parsecs"], ["--host-memory", "12 parsecs"]),
         (["--devices", "7"], ["train.global_batch_size", "7 devices"]),
         (["--train.step", "3"], ["--train.step", "train.steps"]),
         (["--device", "v5e", "--memory.offload_optimizer", "cpu"], ["memory.offload_optimizer", "xla"]),
@@ -318,22 +169,6 @@ def test_bad_input_is_one_line(
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert out == "" and line.startswith("error: ") and all(word in line for word in words)
-
-
-def test_devices_and_sizes_have_the_names_that_people_type() -> None:
-    for text, size in (("80GB", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("2 MiB", 2**21), ("123", 123)):
-        assert devices.parse_bytes(text, "--device-memory") == size
-    for name in ("v5e", "v6e", "h100", "a100-40", "A100 80GB", "v5litepod", "RTX 4090"):
-        device = devices.named(name)
-        assert device.memory > 10 * 10**9
-        assert device.bf16
-    assert not devices.named("t4").bf16
-
-
-def test_units_that_cannot_be_made_matter_where_there_are_any(plan: Plan) -> None:
-    for strategy, count, there in (("full_shard", "1", True), ("no_shard", "2", False)):
-        found = plan("--strategy", strategy, "--devices", count, *WRONG)
-        assert ("full_shard" in {option["strategy"] for option in found["options"]}) == there
 
 
 # -- hours and prices ------------------------------------------------------------------------------------
@@ -422,25 +257,14 @@ EIGHT = ("--train.global_batch_size", "8")
 
 
 def test_the_plan_has_hours_their_source_and_the_price(plan: Plan) -> None:
-    words = (
-        *EIGHT,
-        "--train.steps",
-        "1000000",
-        "--device",
-        "h100",
-        "--devices",
-        "8",
-        "--price-per-hour",
-        "2.50",
-    )
+    words = [*EIGHT, "--train.steps", "1000000", "--device", "h100", "--devices", "8"]
+    words += ["--price-per-hour", "2.50"]
     found = plan(*words)
     assert found["tokens"] == 1_000_000 * 8 * 64
     least, most = found["hours"]
     assert 0 < least <= most and found["share_of_peak"] == [0.31, 0.39]
     assert found["cost"] == pytest.approx([least * 8 * 2.5, most * 8 * 2.5])
-    told = " ".join(plan(*words, told=True).split())
-    assert "minutes for 512,000,000 tokens" in told and "Llama 3, SmolLM3, torchtitan" in told
-    assert "at 2.5 an hour for each device" in told
+    assert "minutes for 512,000,000 tokens" in " ".join(plan(*words, told=True).split())
     assert plan("--train.steps", "9", "--device", "h100", "--strategy", "zero3")["cost"] is None
 
 
@@ -464,19 +288,7 @@ def test_epochs_count_the_data_that_is_there(
     assert plan(*words, "not/here.txt")["hours"] is None
 
 
-def test_a_dry_run_ends_with_the_hours(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a device whose memory and peak are known."""
-    monkeypatch.setattr(Diagnostics, "driver_memory", lambda _: (0, 1 << 34))
-    monkeypatch.setattr(TorchBackend, "peak_flops", lambda *_: 1e9)
-    settings = tiny(tmp_path / "run", corpus, train__steps=1000, precision="bf16")
-    assert train([*flags(settings), "--dry-run"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1].split(None, 1)
-    assert last[0] == "time" and "192,000 tokens: 30% to 50% of the peak" in last[1]
-
-
-def test_a_budget_sorts_machines_by_cost(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_sorts_machines_by_cost(plan: Plan) -> None:
     words = [*EIGHT, "--train.steps", "100000000", "--budget", "20"]
     rows = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70,v6e=2.7")
     assert {row["device"] for row in rows} == {"h100", "l4", "v6e"}
@@ -485,17 +297,3 @@ def test_a_budget_sorts_machines_by_cost(plan: Plan, monkeypatch: pytest.MonkeyP
     few = plan(*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1", told=True)
     first, second = few.splitlines()
     assert "1 x h100" in first + second and "more than 0.1" in second
-    # SkyPilot's catalog, where it is installed
-    prices = {"A100-80GB": [(12.0, 8)], "H100": [(3.0, 1), (16.0, 8)]}
-    offers = {
-        name: [SimpleNamespace(price=price, accelerator_count=count) for price, count in of]
-        for name, of in prices.items()
-    }
-    sky, catalog = ModuleType("sky"), ModuleType("sky.catalog")
-    sky.__spec__ = ModuleSpec("sky", None)
-    vars(catalog)["list_accelerators"] = lambda gpus_only: offers
-    monkeypatch.setitem(sys.modules, "sky", sky)
-    monkeypatch.setitem(sys.modules, "sky.catalog", catalog)
-    found = {row["device"]: row for row in plan(*words)}
-    assert found.keys() == {"h100", "a100-80"}
-    assert found["h100"]["cost"][0] == pytest.approx(2.0 * found["h100"]["hours"][0])

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from portable import temporary_folder
 from portable.errors import UserError
 from portable.ranks.oom_kills import killed_since, oom_kills
 from portable.ranks.slurm import first_host, rank_variables
-from portable.temporary_folder import lasting_folder, scratch_folder, temporary_files_in
+from portable.temporary_folder import scratch_folder
 
 STANDS_STILL = """
 import sys, time
@@ -186,27 +185,3 @@ def test_what_is_in_use_no_folder_or_anothers_stays(
     monkeypatch.setattr(os, "getuid", lambda: theirs)
     with scratch_folder("kind"):
         assert (temporary / "kind-theirs").exists()
-
-
-CHILD = """
-import os, signal, tempfile
-from portable.temporary_folder import lasting_folder
-print(tempfile.mkdtemp(), lasting_folder(), os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_what_others_make_goes_with_the_launcher(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that libraries of a killed rank had made are within the one that the launcher removes."""
-    monkeypatch.setattr(temporary_folder, "_MAX_SOCKET_PATH", 1000)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    before = dict(os.environ)
-    with scratch_folder("kind") as folder:
-        with temporary_files_in(folder):
-            child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
-        made, kept, cache = child.stdout.split()
-        assert made.startswith(f"{folder}/")
-        assert kept == str(temporary) == str(lasting_folder())
-        assert cache.startswith(f"{temporary}/torchinductor_")
-    assert dict(os.environ) == before
-    assert [*temporary.iterdir()] == []

@@ -310,11 +310,6 @@ BAD_PLACES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a password": ({"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
     "not to write to": ({}, ["output_dir: {url}/run", "access denied"]),
     "no source": ({"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
-    "a model": (
-        {"model.name_or_path": "s3://b/m", "model.config": None},
-        ["model.name_or_path", "not a URL"],
-    ),
-    "staging": ({"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
     "too small": ({}, ["checkpoint.staging_dir: ", "has 97.7 KiB free", "need about 650"]),
 }
 
@@ -429,16 +424,6 @@ def test_a_store_without_conditional_writes_is_told(
     assert not remote.names()
 
 
-def test_a_lease_whose_answers_are_lost_is_held_all_the_same(remote: Remote, place: RemotePath) -> None:
-    lost = remote.store.fail(drop=True, after=True, method="PUT", key=LEASE_FILE, every=2)
-    lost.seen = 1
-    with Lease(place) as held:
-        wait_for(lambda: lost.done >= 3)
-        held.check()
-    remote.store.heal()
-    assert not remote.names()
-
-
 @pytest.mark.usefixtures("brief_runs")
 def test_a_staging_folder_that_somebody_else_made_is_not_used(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -456,24 +441,3 @@ def test_a_staging_folder_that_somebody_else_made_is_not_used(
     folder.symlink_to("theirs")
     assert remote.leg(train__steps=1) == 0
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["kept"]
-
-
-# -- what is no checkpoint -----------------------------------------------------------------------------------
-
-
-def test_what_is_no_checkpoint_is_kept(
-    remote: Remote, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Folders with the names of steps, but no state: at the start of a leg, and when the step is saved."""
-    s3 = remote.store
-    s3.put("run/checkpoints/step-000001/mine.txt", b"kept")
-    s3.put("run/checkpoints/step-000007/mine.txt", b"kept")
-    staging = str(tmp_path / "staging")
-    assert remote.leg(train__steps=1, checkpoint__staging_dir=staging) == 0
-    assert s3.get("run/checkpoints/step-000001.kept/mine.txt") == b"kept"
-    assert s3.tree("run/checkpoints/step-000007") == {"mine.txt": b"kept"}
-    assert "mine.txt" not in s3.tree("run/checkpoints/step-000001")
-    assert remote.names("checkpoints/step-000001/_COMPLETE")
-    told = capfd.readouterr().err
-    assert "step-000001: had no trainer_state.json" in told and "step-000001.kept" in told
-    assert "step-000007: has no trainer_state.json, so it is not a checkpoint" in told

@@ -49,7 +49,7 @@ def test_leaves_what_the_design_promises(finished: Path) -> None:
     rows = read_metrics(finished)
     logged = [row for row in rows if "loss" in row]
     assert [row["step"] for row in logged] == list(range(1, 9))
-    needed = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "memory", "samples"}
+    needed = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "data_wait", "memory", "samples"}
     assert all(needed <= row.keys() for row in logged)
     assert [row["samples"] for row in logged] == [6 * step for step in range(1, 9)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]

@@ -15,10 +15,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ from portable.commands.data import main
 from portable.config.sections import DataConfig
 from portable.data import pretokenize
 from portable.data.dataset import build_data
-from portable.data.samples.loader import TrainLoader, _raised
+from portable.data.samples.loader import TrainLoader
 from portable.data.sources import file_parts, opening
 from portable.data.sources.documents import Fields
 from portable.data.sources.file_parts import FilePart
@@ -35,14 +34,10 @@ from portable.data.sources.prepared import INDEX
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
 from portable.errors import RunError, UserError
-from portable.reporting.metrics import read_metrics
-from portable.run.rank import run_rank
 from tests import hub_datasets
 from tests.object_store import ObjectStore
 from tests.portable.data_support import source, write_jsonl
-from tests.portable.order_support import write_tokenizer
 from tests.portable.test_data_contract import KINDS, TEXTS, lines
-from tests.runs import configured, write_corpus
 
 FILES, RECORDS, LENGTH = 9, 30, 16
 
@@ -58,16 +53,12 @@ def files(tmp_path: Path) -> Path:
     return folder
 
 
+GIVEN: dict[str, Any] = {"stream": True, "seq_len": LENGTH, "eval_fraction": 0.0}
+
+
 def settings(files: Path, **more: Any) -> DataConfig:
-    given: dict[str, Any] = {
-        "source": str(files / "*.jsonl"),
-        "stream": True,
-        "seq_len": LENGTH,
-        "vocab_size": 400,
-        "eval_fraction": 0.0,
-        "cache_dir": str(files.parent / "cache"),
-    }
-    return DataConfig(**(given | more))
+    places = {"source": str(files / "*.jsonl"), "cache_dir": str(files.parent / "cache"), "vocab_size": 400}
+    return DataConfig(**{**GIVEN, **places, **more})
 
 
 def opened(files: Path, **more: Any) -> Stream:
@@ -183,9 +174,6 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
     stream.close()
 
 
-# -- whole runs ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("part_bytes", [1 << 26, 200])
 def test_bad_records_are_skipped_and_told(
     tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -209,9 +197,6 @@ def test_bad_records_are_skipped_and_told(
     assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
     with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
         list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).documents())
-
-
-# -- faults of stores and processes ----------------------------------------------------------------------
 
 
 COUNT = 1600
@@ -269,9 +254,6 @@ def test_an_object_that_changed_since_it_was_listed(files: Path, s3: ObjectStore
         rows(found)
 
 
-# -- processes ----------------------------------------------------------------------------------------------
-
-
 def test_a_process_that_prepares_batches_dies(files: Path) -> None:
     loader = TrainLoader(opened(files), seed=0, global_batch_size=4, micro_batch_size=4, num_workers=1)
     batches = iter(loader)
@@ -285,22 +267,6 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
     # torch does not shut it down, which would wait for ever for a lock that the process has died with.
     assert of_torch._shutdown
     assert [worker.join(60) or worker.is_alive() for worker in of_torch._workers] == [False]
-
-
-# -- the cache ----------------------------------------------------------------------------------------------
-
-
-def test_a_process_dies_while_it_hands_a_batch_over() -> None:
-    """torch then raises what the connection to it does."""
-
-    def batches() -> Iterator[Any]:
-        yield {"input_ids": 1}
-        raise EOFError
-
-    found = _raised(cast("Any", batches()))
-    assert next(found) == {"input_ids": 1}
-    with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
-        next(found)
 
 
 @pytest.fixture
@@ -371,32 +337,6 @@ def test_half_a_cache_is_not_used(files: Path, expected: list[list[int]]) -> Non
     assert rows(opened(files)) == expected
 
 
-# -- waits --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_waits_for_data_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each log has their share; from the second on, a long one is warned of, once."""
-
-    begin = TrainLoader.__iter__
-
-    def slow(loader: TrainLoader) -> Iterator[Any]:
-        for batch in begin(loader):
-            time.sleep(0.3)
-            yield batch
-
-    monkeypatch.setattr(TrainLoader, "__iter__", slow)
-    texts = write_corpus(tmp_path)
-    given = {"log__every_steps": 1, "train__steps": 4, "checkpoint__export": False}
-    assert run_rank("cpu", configured(tmp_path / "run", texts, **given)) == 0
-    shares = [row["data_wait"] for row in read_metrics(tmp_path / "run") if "loss" in row]
-    assert len(shares) == 4 and all(0.05 < share <= 1 for share in shares)
-    told = [line for line in capsys.readouterr().err.splitlines() if "steps wait for data" in line]
-    assert len(told) == 1 and "raise data.num_workers" in told[0]
-
-
 # -- parts of .jsonl and .parquet, compressed files, object stores and hub data sets ---------------------
 
 
@@ -460,25 +400,6 @@ def test_damaged_files_end_in_one_line(tmp_path: Path) -> None:
         texts_of(stream(str(tmp_path / "f.parquet"), tmp_path))
 
 
-def test_a_run_on_a_large_store_begins_at_once(
-    tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a listing, here of two pages, and of one object the part that comes first."""
-    monkeypatch.setattr(opening, "PART_BYTES", 10_000)
-    content = lines([f"line {number} of many" for number in range(1000)])
-    for number in range(1100):
-        s3.put(f"data/{number:04}.jsonl", content)
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
-    given = {"tokenizer": tokenizer, "seq_len": 16, "eval_fraction": 0.0, "cache_dir": str(tmp_path)}
-    s3.forget()
-    data = build_data(DataConfig(source=s3.url("data/*.jsonl"), stream=True, **given))  # type: ignore[arg-type]
-    assert isinstance(data.train, Stream)
-    data.train._processes = 0
-    data.train.batch([data.train.locate(0, 0)])
-    assert s3.count() < 2 + 15  # pages of the list, and ranges
-    assert s3.bytes_out(".jsonl") < 60_000
-
-
 @pytest.mark.exhaustive
 def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
     """Parquet and JSONL shards of a split, at one revision, by the real client in a process of its own."""
@@ -539,65 +460,37 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
 def config(files: Path, tmp_path: Path) -> Path:
     """A config with nine files, one of them without text."""
     write_jsonl(files / "part-4.jsonl", [{"text": " "}])
-    build_data(given(tmp_path)).tokenizer.save_pretrained(tmp_path / "tokenizer")
-    names = ("source", "stream", "seq_len", "eval_fraction", "cache_dir")
-    settings = {name: getattr(given(tmp_path), name) for name in names}
+    build_data(settings(files)).tokenizer.save_pretrained(tmp_path / "tokenizer")
+    given = {**GIVEN, "source": str(files / "*.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({"data": {**settings, "tokenizer": str(tmp_path / "tokenizer")}}))
+    path.write_text(json.dumps({"data": {**given, "cache_dir": str(tmp_path / "cache")}}))
     return path
 
 
-def given(folder: Path, **more: Any) -> DataConfig:
-    return settings(folder / "files", **more)
-
-
-def streamed(settings: DataConfig) -> Stream:
-    train = build_data(settings).train
-    assert isinstance(train, Stream)
-    train._processes = 0
-    return train
-
-
-def sorted_rows(settings: DataConfig, count: int) -> list[list[int]]:
-    train = streamed(settings)
-    places = [train.locate(position, 0) for position in range(count)]
-    return sorted(train.batch([place])["input_ids"][0].tolist() for place in places)
+def sorted_rows(found: Stream, count: int) -> list[list[int]]:
+    return sorted(found.batch([place])["input_ids"][0].tolist() for place in ids(found, 0, count))
 
 
 def test_the_samples_are_those_of_the_text(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the run that reads them tokenizes nothing, knows its length, and needs no tokenizer's name."""
     out = tmp_path / "tokens"
     assert main(["--config", str(config), "--out", str(out), "--processes", "1"]) == 0
-    assert f"{out}: 9 shards, " in capsys.readouterr().out
-    of_text = given(tmp_path, tokenizer=str(tmp_path / "tokenizer"))
-    total = length(streamed(of_text))
+    of_text = opened(files, tokenizer=str(tmp_path / "tokenizer"), vocab_size=None)
+    total = length(of_text)
     expected = sorted_rows(of_text, total)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a text was tokenized")
 
     monkeypatch.setattr(tokenize, "_encode", refuse)
-    prepared = given(tmp_path, source=str(out), cache_dir=str(tmp_path / "other"))
-    train = streamed(prepared)
+    prepared: dict[str, Any] = {"source": str(out), "cache_dir": str(tmp_path / "other"), "vocab_size": None}
+    train = opened(files, **prepared)
     assert train._whole() == total and train.epochs(total) == 1
-    assert sorted_rows(prepared, total) == expected
+    assert sorted_rows(train, total) == expected
     with pytest.raises(UserError, match=r"data.format: .* was made of text"):
-        build_data(prepared.model_copy(update={"format": "messages"}))
-
-
-def test_columns_that_nobody_asks_for_are_in_no_batch(config: Path, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "scored.jsonl", [{"text": f"text {i}", "score": i} for i in range(40)])
-    settings = json.loads(config.read_text())
-    settings["data"] |= {"source": str(source), "columns": "score", "packing": False}
-    settings["train"] = {"loss": "tests.portable.test_user_loss:by_column"}
-    config.write_text(json.dumps(settings))
-    out = tmp_path / "tokens"
-    assert main(["--config", str(config), "--out", str(out), "--processes", "1"]) == 0
-    for columns in ([], ["score"]):
-        train = streamed(given(tmp_path, source=str(out), packing=False, columns=columns))
-        assert ("score" in train.batch([train.locate(0, 0)])) == bool(columns)
+        opened(files, **prepared, format="messages")
 
 
 def test_it_goes_on_where_it_was_killed(
@@ -633,7 +526,7 @@ def test_it_goes_on_where_it_was_killed(
 
 
 def test_several_machines_and_processes_share_the_work(
-    config: Path, tmp_path: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
+    config: Path, files: Path, tmp_path: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To a bucket; read from there with a cache that is bounded."""
     whole = tmp_path / "whole"
@@ -644,38 +537,30 @@ def test_several_machines_and_processes_share_the_work(
         assert main([*command, url, "--processes", "2", "--part", part]) == 0
     said = capsys.readouterr().out
     assert "left to other machines" in said.splitlines()[-2] and "left" not in said.splitlines()[-1]
-    count = 700
-    local = given(tmp_path, source=str(whole), cache_dir=str(tmp_path / "local"))
-    remote = given(tmp_path, source=url, cache_dir=str(tmp_path / "remote"))
-    assert sorted_rows(remote, count) == sorted_rows(local, count)
+    local, remote = (
+        opened(files, source=source, cache_dir=str(tmp_path / name), vocab_size=None)
+        for name, source in (("local", str(whole)), ("remote", url))
+    )
+    assert sorted_rows(remote, 700) == sorted_rows(local, 700)
 
 
-def test_refusals(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "tokens"
-    command = ["--config", str(config), "--processes", "1"]
-    assert main([*command, "--out", str(out)]) == 0
-    capsys.readouterr()
+def test_refusals(config: Path, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    for arguments, said in (
-        ([], "--out: is missing"),
-        (["--out", str(out), "--part", "3/2"], "--part: '3/2' is not such as 2/8"),
-        (["--out", str(tmp_path / "new"), "--data.text_field", "other"], "no field 'other'"),
-        (["--out", str(tmp_path / "full")], "is not empty"),
-        (
-            ["--out", str(tmp_path / "more"), "--data.source", "null"],
-            "data.stream: data.source names no files",
-        ),
-    ):
-        assert main([*command, *arguments]) == 2
+    out, new = str(tmp_path / "tokens"), str(tmp_path / "new")
+
+    def refused(said: str, *arguments: str) -> None:
+        assert main(["--config", str(config), "--processes", "1", *arguments]) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: ") and said in told and told.count("\n") == 1, told
-    assert main([*command, "--out", str(tmp_path / "new")]) == 0  # it was not begun with the wrong field
-    write_jsonl(tmp_path / "files" / "part-9.jsonl", [{"text": "more"}])
-    assert main([*command, "--out", str(out)]) == 2
-    assert "was begun with other files" in capsys.readouterr().err
-    shutil.rmtree(out / "shards" / "000000")
+
+    refused("no field 'other'", "--out", new, "--data.text_field", "other")
+    refused("is not empty", "--out", str(tmp_path / "full"))
+    refused("data.stream: data.source names no files", "--out", new, "--data.source", "null")
+    assert main(["--config", str(config), "--processes", "1", "--out", out]) == 0
+    refused("--part: '3/2' is not such as 2/8", "--out", out, "--part", "3/2")
+    write_jsonl(files / "part-9.jsonl", [{"text": "more"}])
+    refused("was begun with other files", "--out", out)
+    shutil.rmtree(tmp_path / "tokens" / "shards" / "000000")
     with pytest.raises(UserError, match=r"run portable-data again"):
-        sorted_rows(given(tmp_path, source=str(out)), 700)
+        sorted_rows(opened(files, source=out, vocab_size=None), 700)

@@ -179,12 +179,10 @@ def test_equals_a_plain_loop(
 class Odd:
     """A loss, or one that is wrong in the way that the argument names."""
 
+    needs = "logits"
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
-
-    @property
-    def needs(self) -> Any:
-        return ("log_probs", "hidden") if self.kind == "needy" else "logits"
 
     def weight(self, batch: Batch) -> float:
         rows = {"negative": -1.0, "of rows": float(len(batch["labels"]))}
@@ -197,33 +195,20 @@ class Odd:
         match self.kind:
             case "fails":
                 raise KeyError("no such\ncolumn")
-            case "alone":
-                return total
             case "mean":
                 return squares[valid].mean(), weight
-            case "per row":
-                return squares.sum(dim=(1, 2)), weight
             case "detached":
                 return total.detach(), weight
-            case "a float":
-                return float(total), weight
             case "in place":
                 batch["labels"].fill_(0)
-            case "a logged text":
-                return total, weight, {"x": "text"}
         return total, weight
 
 
 ODD = {
     "mean": r"is \S+ for a micro-batch and \S+ for its two halves together; .*must be a sum",
-    "alone": r"returns a tensor; return the sum and the weight, as in return",
-    "per row": r"the sum has shape \[2\], but is one number",
     "fails": r"fails \(KeyError: 'no such.*column'; test_user_loss.py, line \d+\)",
-    "needy": r"its attribute needs is \('log_probs', 'hidden'\); set it to 'logits', or",
     "detached": "the sum has no gradient",
-    "a float": "the sum is a float, not a tensor",
     "in place": r"changes batch\['labels'\] in place; change a copy",
-    "a logged text": "x is a str, not a number",
     "of rows": "the weights that it returns are ",
     "negative": r"weight\(\) gives -1; return a finite number from 0",
 }
@@ -234,7 +219,6 @@ ODD = {
     [
         *((f"Odd(kind={kind!r})", rf"Odd.*: .*{told}") for kind, told in ODD.items()),
         ("focl", r"has no focl; did you mean Focal"),
-        ("Focal(1)", r"give arguments by name"),
     ],
 )
 def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path, tmp_path: Path) -> None:
