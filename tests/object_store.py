@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,9 +203,6 @@ class ObjectStore:
     def bytes_in(self, key: str = "", method: str = "PUT") -> int:
         """Bytes that were sent."""
         return sum(request.sent for request in self._matching(method, key, ""))
-
-    def by_method(self) -> Counter[str]:
-        return Counter(request.method for request in self._matching("", "", ""))
 
     def _matching(self, method: str, key: str, query: str) -> list[Request]:
         with self._lock:
