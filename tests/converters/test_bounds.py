@@ -20,7 +20,6 @@ from converters import CheckpointError, open_checkpoint
 from converters.containers.pickle_reader import unpickle
 from converters.names.canonical import paths_without_nesting, split_state_key
 from converters.names.index_keys import fit_in_order
-from converters.names.module_order import module_order
 from converters.tensors.tiling import check_boxes_tile
 from tests.converters.compare import rewrite
 
@@ -90,16 +89,6 @@ def test_names_have_a_length(tmp_path: Path) -> None:
     safetensors(tmp_path / "model.safetensors", {"." * 400_000: [0]})
     with pytest.raises(CheckpointError, match="400,000 characters"):
         open_checkpoint(tmp_path)
-
-
-def test_numbers_in_names_have_a_length(tmp_path: Path) -> None:
-    """Python refuses to read a number of 4301 digits, and calls exponents digits."""
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    for number in ("9" * 4500, "²"):
-        assert module_order([f"model.layers.{number}"], tmp_path / "config.json") is None
-    safetensors(tmp_path / "model.safetensors", {"a": [0]})
-    with pytest.raises(CheckpointError, match="no checkpoint has the tag"):
-        open_checkpoint(tmp_path, "²")
 
 
 def test_a_run_has_few_optimizers() -> None:
