@@ -222,22 +222,13 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "hpz-4", 3, "bf16", zero_optimization={"zero_hpz_partition_size": 2})
 
 
-def wrapped(stage: int) -> dict[str, Any]:
-    """A configuration as the Trainer and Accelerate take it."""
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
 def accelerate(rank: int, world: int, out: Path) -> None:
     start(rank, world)
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    plugin = DeepSpeedPlugin(hf_ds_config=wrapped(3))
+    settings = config(3, "bf16", {"zero_force_ds_cpu_optimizer": False})
+    del settings["optimizer"]
+    plugin = DeepSpeedPlugin(hf_ds_config=settings)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model = tiny_model("llama", tie_word_embeddings=True)

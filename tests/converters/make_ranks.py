@@ -2,18 +2,14 @@
 
 `<name>.ref.pt` lies beside each folder, as `make_dcp.py` gathers it from the live run. FSDP2 leaves DTensors,
 and so does FSDP1 where it was given a mesh, else ShardedTensors, and an optimizer keyed by flat parameter.
-torch pickles a mesh differently from one version to the next. `rank_samples/` holds what some of them wrote:
-
-    PYTHONPATH=. python -m tests.converters.make_ranks tests/converters/rank_samples
+torch pickles a mesh differently from one version to the next: `rank_samples/` holds the models and optimizers
+of `tensor-parallel-4` and `meshes-4`, as some of them wrote them here.
 """
 
 from __future__ import annotations
 
-import sys
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -191,20 +187,3 @@ def main(out: Path) -> None:
     launch(3, out, fsdp1)
     for body in (with_tensor_parallel, replicated, meshes):
         launch(4, out, body)
-
-
-def sample(folder: Path) -> None:
-    """Write what this version of torch makes of every kind of mesh, in one small file."""
-    version = torch.__version__.partition("+")[0]
-    with TemporaryDirectory() as made:
-        launch(4, Path(made), with_tensor_parallel)
-        launch(4, Path(made), meshes)
-        with tarfile.open(folder / f"torch-{version}.tar.xz", "w:xz", preset=9) as archive:
-            for path in sorted(Path(made).rglob("*.pt")):
-                if not path.name.startswith("extra_state"):
-                    archive.add(path, str(path.relative_to(made)))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sample(Path(sys.argv[1]))

@@ -6,8 +6,6 @@ Each of these took more than half a minute, or had no end, before there was a bo
 from __future__ import annotations
 
 import json
-import pickle
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from converters import CheckpointError, open_checkpoint
 from converters.containers.pickle_reader import unpickle
 from converters.names.canonical import paths_without_nesting, split_state_key
 from converters.names.index_keys import fit_in_order
-from converters.names.module_order import module_order
 from converters.tensors.tiling import check_boxes_tile
 from tests.converters.compare import rewrite
 
@@ -63,50 +60,6 @@ def test_keys_of_one_hash(shape: str) -> None:
         unpickle(b"\x80\x04" + data, where="f", standins={"m.C": None})
 
 
-def tuple_of_one_hash(first: int) -> tuple[int, int] | None:
-    """(first, x) whose hash is that of every other such tuple: CPython's xxHash, solved for the last item."""
-    one, two, five = 11400714785074694791, 14029467366897019727, 2870177450012600261
-    mask = (1 << 64) - 1
-    accumulator = (five + first * two) & mask
-    accumulator = ((accumulator << 31 | accumulator >> 33) & mask) * one & mask
-    last = (123456789 - accumulator) * pow(two, -1, 1 << 64) & mask
-    return (first, last) if last < SAME_HASH else None
-
-
-def test_chunks_of_one_hash(written: Path, tmp_path: Path) -> None:
-    """Where the chunks of a tensor lie is a file's to say, and each is looked up by that."""
-    step = tmp_path / "step"
-    shutil.copytree(written / "fsdp2-ours", step)
-    metadata = pickle.loads((step / ".metadata").read_bytes())  # noqa: S301 - what torch wrote a moment ago
-    index, place = next(iter(metadata.storage_data.items()))
-    chosen = [made for i in range(350_000) if (made := tuple_of_one_hash(i))]
-    assert len(chosen) > 40_000 and len(set(map(hash, chosen[:99]))) == 1
-    # A table of them here, too, would take as long as there.
-    metadata.storage_data = {}
-    listed = [
-        (type(index)(fqn=index.fqn, offset=None, index=i), type(place)(place.relative_path, 0, 0))
-        for i in range(40_000)
-    ]
-    metadata.storage_data = dict(listed)
-    for (key, _), offset in zip(listed, chosen, strict=False):
-        object.__setattr__(key, "offset", offset)
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
-    with quick(), pytest.raises(CheckpointError):
-        open_checkpoint(step)
-
-
-def test_views_of_one_hash(tmp_path: Path) -> None:
-    """The strides of dimensions of one element may be anything, and tied views are found by their place."""
-    base = torch.zeros(2)
-    chosen = [made for i in range(150_000) if (made := tuple_of_one_hash(i))][:15_000]
-    torch.save(
-        {f"a{i}": base.as_strided((1, 1), made) for i, made in enumerate(chosen)}, tmp_path / "model.pt"
-    )
-    with quick():
-        checkpoint = open_checkpoint(tmp_path / "model.pt")
-        assert len(checkpoint.tensors) == 1 and len(checkpoint.aliases) == len(chosen) - 1
-
-
 def test_params_of_one_hash(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     groups = [{"params": [7 + i * SAME_HASH for i in range(60_000)]}]
@@ -136,16 +89,6 @@ def test_names_have_a_length(tmp_path: Path) -> None:
     safetensors(tmp_path / "model.safetensors", {"." * 400_000: [0]})
     with pytest.raises(CheckpointError, match="400,000 characters"):
         open_checkpoint(tmp_path)
-
-
-def test_numbers_in_names_have_a_length(tmp_path: Path) -> None:
-    """Python refuses to read a number of 4301 digits, and calls exponents digits."""
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    for number in ("9" * 4500, "²"):
-        assert module_order([f"model.layers.{number}"], tmp_path / "config.json") is None
-    safetensors(tmp_path / "model.safetensors", {"a": [0]})
-    with pytest.raises(CheckpointError, match="no checkpoint has the tag"):
-        open_checkpoint(tmp_path, "²")
 
 
 def test_a_run_has_few_optimizers() -> None:

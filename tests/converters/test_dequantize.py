@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters import CheckpointError, dequantized, open_checkpoint
+from converters import dequantized, open_checkpoint
 from converters.cli import main
 from tests.converters.compare import error_of
 
@@ -343,9 +343,3 @@ def test_settings_of_modelopt_in_their_own_file(tmp_path: Path) -> None:
     assert main([str(source), str(tmp_path / "out"), "--dequantize", "float32"]) == 0
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], whole["a.weight"])
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
-
-
-def test_floats_are_not_dequantized(tmp_path: Path) -> None:
-    source = written(tmp_path / "in", {}, {"a.weight": torch.ones(2, 2)})
-    with pytest.raises(CheckpointError, match="nothing is to dequantize"):
-        dequantized(open_checkpoint(source))

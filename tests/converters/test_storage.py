@@ -1,10 +1,9 @@
-"""Bytes: spans, checksums, files in pieces, jobs on threads."""
+"""Names of files, many files, and files in pieces."""
 
 from __future__ import annotations
 
 import os
 import random
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +12,10 @@ import pytest
 from converters import CheckpointError
 from converters.storage import folder as folder_module
 from converters.storage import output_file as outfile
-from converters.storage.bytes import FileSpan, Touched
 from converters.storage.folder import Folder
 from converters.storage.output_file import OutputFile
 
 DATA = random.Random(0).randbytes(3 << 20)
-
-
-def span(folder: Path, crc32: int | None = None) -> FileSpan:
-    (folder / "f").write_bytes(b"head" + DATA + b"tail")
-    return Folder(folder).file("f").span(4, len(DATA), crc32=crc32, what="f/0")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_parts_in_any_order_make_one_checksum(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    good, bad = span(tmp_path, zlib.crc32(DATA)), span(tmp_path, zlib.crc32(DATA) ^ 1)
-    touched: Touched = set()
-    for _ in range(30):
-        start, stop = sorted(rng.choices(range(len(DATA)), k=2))
-        buffer = bytearray(stop - start)
-        for source in (good, bad):
-            source.read_into(memoryview(buffer), start, touched)
-            assert buffer == DATA[start:stop]
-    assert touched == {good, bad}
-    good.verify()
-    good.verify()
-    assert good.resolved
-    with pytest.raises(CheckpointError, match="checksum of f/0"):
-        bad.verify()
-    with pytest.raises(CheckpointError, match="checksum"):
-        bad.verify()
 
 
 @pytest.mark.parametrize("name", ["../f", "/etc/passwd", "a/../../f", "", "a\0b", "a\\b"])

@@ -69,12 +69,6 @@ def test_torch_and_transformers_open_dcp_safetensors(written_ranks: Path, tmp_pa
     dcp_load(state, storage_reader=HuggingFaceStorageReader(str(out)))
     assert {name: bits(value) for name, value in state.items()} == {k: bits(v) for k, v in weights.items()}
     assert open_checkpoint(out).aliases == {"lm_head.weight": "embed_tokens.weight"}
-    one = tmp_path / "one"
-    write_checkpoint(source, one, "dcp-safetensors")
-    assert {path.name for path in one.iterdir()} == {
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-    }
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------------------------
