@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
-from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines, accumulated
 from tests.promises import record
-from tests.runs import configured, losses
+from tests.runs import leg, losses
 from tests.views import assert_same_view, view
 
 MOVES_AT, ENDS_AT = 2, 4  # steps: the last loss is that of weights which what was stored has moved
@@ -41,11 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """What a run trains, and on what."""
-
-
-def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    config = configured(folder, corpus, **settings)
-    return run_rank(config.backend, config)
 
 
 Runner = Callable[..., list[float]]

@@ -196,3 +196,6 @@ def test_warnings_of_libraries_go_into_the_log(
     assert log.count("it is deprecated") == 2  # and the line of code
     assert log.count("ERROR some_library: it is broken") == 1
     assert "after the run" not in log
+    train(noisy(tmp_path / "quiet", corpus, log__quiet=True))
+    assert all(line.startswith("warning: ") for line in capsys.readouterr().err.splitlines())
+    assert "step 3/3" in (tmp_path / "quiet" / "log.txt").read_text()
