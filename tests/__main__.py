@@ -1,7 +1,7 @@
 """Every check of the project: python -m tests [--fast | --all] [--xla] [pytest arguments]
 
   --fast   leave out the tests marked slow: {fast} on two cores instead of {whole}
-  --all    also those marked exhaustive, which the others imply: pairs of engines and formats, random cases
+  --all    also those marked exhaustive, which the others imply: all engines, pairs of formats, random cases
   --xla    only the tests that need torch_xla, and no static checks: {xla}; in an environment of their own,
            pip install -c constraints-xla.txt -e '.[test-xla]'. Without it they are left out
 

@@ -129,6 +129,14 @@ def configured(folder: Path | str, corpus: Path, **overrides: Any) -> RunConfig:
     return checked(None, tiny(folder, corpus, **overrides))
 
 
+def leg(folder: Path | str, corpus: Path, settings: dict[str, Any]) -> int:
+    """Start a tiny run, or go on with it, as this rank of whatever engine ``settings`` name."""
+    from portable.run.rank import run_rank
+
+    config = configured(folder, corpus, **settings)
+    return run_rank(config.backend, config)
+
+
 def losses(folder: Path) -> dict[int, float]:
     """The loss of each step that is on record."""
     return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}

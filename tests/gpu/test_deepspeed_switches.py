@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed")
 
@@ -14,12 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
-from gpu.zero import config as deepspeed_json
-from gpu.zero import runtime as zero_runtime
 from portable.config import RunConfig
-from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
-from tests.parity import launched
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 
@@ -40,14 +35,6 @@ def with_json(folder: Path, corpus: Path, stage: int, document: dict[str, Any], 
     zero = {"stage": stage, **document.get("zero_optimization", {})}
     document = {**document, "zero_optimization": zero}
     return zero_config(folder, corpus, deepspeed__config=document, **settings)
-
-
-def understood(config: RunConfig) -> tuple[RunConfig, str]:
-    """The run that it comes to, and what it is told about."""
-    zero_runtime.import_deepspeed("cpu")
-    document = deepspeed_json.read(config)
-    assert document is not None
-    return resolve(config, "cpu", 2).config, "\n".join(document.imported.notes)
 
 
 def test_inputs_of_layers_are_kept_on_the_host(
@@ -113,19 +100,3 @@ def losses_and_reduced_types(config: RunConfig) -> tuple[Losses, set[torch.dtype
     calls = [call for spy in spies for call in spy.call_args_list]
     given = [value for call in calls for value in (*call.args, *call.kwargs.values())]
     return losses, {one.dtype for one in given if isinstance(one, torch.Tensor) and one.numel() > 32}
-
-
-@pytest.mark.parametrize("gather", [True, False])
-def test_the_final_model_is_whole(gather: bool, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    """With node-local files on one node besides, where they lie as they would without."""
-    name = "stage3_gather_16bit_weights_on_model_save"
-    document = {"zero_optimization": {name: gather}, "checkpoint": {"use_node_local_storage": True}}
-    settings: dict[str, Any] = {"precision": "bf16", "train__steps": 3, "log__sample_tokens": 0}
-    for stop in (2, None) if gather else (None,):
-        config = with_json(tmp_path, corpus, 3, document, train__stop_after=stop, **settings)
-        assert ranks.run(2, launched, config) == 0
-    _, notices = understood(config)
-    assert (name in notices) is gather
-    weights = load_file(tmp_path / "final" / "model.safetensors")
-    assert weights["model.embed_tokens.weight"].shape == (384, 48)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}

@@ -16,14 +16,13 @@ import torch
 
 from gpu import device_specs as devices
 from portable.backend import Diagnostics
-from portable.cli import main
 from portable.config import load_config
 from portable.engines import memory_trial
 from portable.errors import UserError
 from portable.run.micro_batch import divisors, largest_fitting
 from portable.run.rank import run_rank
 from tests.ranks import RankPool
-from tests.runs import TINY_MODEL, configured, flags, losses, tiny, weights
+from tests.runs import TINY_MODEL, configured, losses, weights
 
 MIB = 1 << 20
 M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
@@ -217,11 +216,3 @@ def test_out_of_memory_later_names_the_last_checkpoint(tmp_path: Path, corpus: P
 def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) -> None:
     """Kernels, pinned memory and libraries ask the driver, past torch's allocator and its own error."""
     assert memory_trial.ran_out_of_memory(error) is full
-
-
-def test_a_dry_run_leaves_it_open(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = flags(tiny(tmp_path, corpus, train__micro_batch_size="auto"))
-    assert main([*arguments, "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "1 rank x 6, as many at a time as fit" in told
-    assert "micro_batch_size: auto" in told

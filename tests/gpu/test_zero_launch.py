@@ -1,12 +1,8 @@
-"""ZeRO under other launchers than our own, and in a notebook."""
+"""ZeRO under other launchers than our own."""
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
-import os
-from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import pytest
@@ -16,9 +12,8 @@ pytest.importorskip("deepspeed")
 import subprocess
 from pathlib import Path
 
-from portable.run.rank import run_rank
-from tests.ranks import RankPool, free_port
-from tests.runs import configured, flags, tiny
+from tests.ranks import free_port
+from tests.runs import flags, tiny
 from tests.zygote import Zygote
 
 ENVIRONMENT: dict[str, Any] = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0"}
@@ -52,35 +47,3 @@ def test_the_ranks_of_accelerate_train_together(tmp_path: Path, corpus: Path, zy
     command += ["--main_process_port", str(free_port()), "-m", "portable.cli"]
     done = zygote.run(*command, *settings_of(tmp_path, corpus, "zero3"), **ENVIRONMENT)
     check(tmp_path, "zero3", done)
-
-
-def in_a_notebook(folder: Path, corpus: Path) -> tuple[str, list[str]]:
-    """What a kernel does with cells that train: an event loop runs, and no variable tells a rank.
-
-    Returns:
-        what was shown, and the variables that the cells left behind.
-    """
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    shown = io.StringIO()  # which no file descriptor stands behind
-
-    async def cell(name: str, strategy: str) -> int:
-        settings = {"train__steps": 2, "train__micro_batch_size": 1, "strategy": strategy}
-        return run_rank("cpu", configured(folder / name, corpus, **settings))
-
-    async def kernel() -> list[int]:
-        return [await cell("first", "zero2"), await cell("second", "zero3"), await cell("third", "no_shard")]
-
-    before = set(os.environ)
-    with redirect_stdout(shown), redirect_stderr(shown):
-        assert asyncio.run(kernel()) == [0, 0, 0]
-        assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()  # a later cell may still start ranks of its own
-    return shown.getvalue(), sorted(set(os.environ) - before)
-
-
-def test_one_process_of_a_notebook(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    shown, left = ranks.run(1, in_a_notebook, tmp_path, corpus)
-    assert shown.count("step 2/2") == 3
-    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(left)
-    for name in ("first", "second", "third"):
-        assert (tmp_path / name / "final" / "model.safetensors").exists()

@@ -9,11 +9,8 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu.zero import config as deepspeed_json
 from gpu.zero import nvme
-from gpu.zero import runtime as zero_runtime
 from portable.checks import check
-from portable.config import load_config
 from portable.errors import UserError
 from tests.gpu.test_zero_checkpoints import leg
 from tests.ranks import RankPool
@@ -98,23 +95,3 @@ def test_state_that_cannot_be_swapped_is_refused(key: str, value: Any, tmp_path:
     disk = {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path)}
     with pytest.raises(UserError, match=f"train.{key}: .*does not work with memory.offload_optimizer"):
         check(configured(tmp_path, corpus, strategy="zero3", **disk, **{f"train__{key}": value}), late=True)
-
-
-@pytest.mark.parametrize("settings", ["single_sequential", "block_overlap"])
-def test_the_output_of_ds_nvme_tune_can_be_pasted(settings: str) -> None:
-    """It prints strings for booleans, which are all true to DeepSpeed, and a name that DeepSpeed ignores."""
-    zero_runtime.import_deepspeed("cpu")
-    from deepspeed.nvme.parse_nvme_stats import get_file_key
-    from deepspeed.nvme.perf_generate_param import convert_to_param
-
-    key = get_file_key(f"read_{settings}_ftd1_d128_bs8M_p4.txt")
-    printed = convert_to_param(key[1:])
-    document = deepspeed_json.read(load_config({"deepspeed": {"config": {"aio": printed}}}))
-    assert document is not None
-    assert document.values["aio"] == {
-        "block_size": 8 << 20,
-        "queue_depth": 128,
-        "intra_op_parallelism": 4,
-        "single_submit": settings == "single_sequential",
-        "overlap_events": settings == "block_overlap",
-    }

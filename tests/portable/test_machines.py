@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +103,6 @@ def _values_of(made: Any) -> list[Any]:
     return [made, *(value for part in inside for value in _values_of(part))]
 
 
-@pytest.mark.parametrize(
-    ("target", "device", "words", "told"),
-    [
-        ("hf-jobs", "h200:8", ["--dry-run"], ["h200x8", "not submitted"]),
-        ("cloud-tpu", "v5p:16", ["us-east5-a", "--print"], ["--accelerator-type=v5p-32", "s3://bucket/run"]),
-    ],
-)
-def test_a_script_tells_what_it_would_do(
-    target: str, device: str, words: list[str], told: list[str], folder: Path
-) -> None:
-    """hf-jobs by the client of Hugging Face."""
-    file = written(target, "--device", device)
-    keys = {"HF_TOKEN": "x", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_HUB_OFFLINE": "1"}
-    keys["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command, environment = ["bash", str(file), *words], {**os.environ, **keys}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout + done.stderr for word in told)
-
-
 REFUSED = [
     ("sky", [], "name the machine, such as --device h100:8"),
     ("sky", ["--device", "h101:8"], "--device: h101:8: unknown device 'h101'; did you mean h100?"),
@@ -142,22 +121,6 @@ def test_mistakes_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and expected in line
     assert [path.name for path in folder.iterdir()] == ["run.yaml"]
-
-
-def test_what_a_machine_would_miss_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "texts.jsonl").write_text("{}\n")
-    (folder / "run.yaml").write_text(
-        "output_dir: gs://bucket/run\ndata: {source: texts.jsonl}\nstrategy: zero2\n"
-        "checkpoint: {every_steps: null}\n"
-    )
-    file = written("dstack", "--device", "h100:8", "--on-demand")
-    told = capsys.readouterr().err
-    assert "note: data.source: texts.jsonl is on this machine" in told
-    assert "note: checkpoint.every_steps" in told
-    text = file.read_text()
-    assert "portable-trainer[gcs,deepspeed]==" in text and "spot_policy: on-demand" in text
-    assert main(["init", "--for", "dstack", "--device", "h100:8"]) == 2
-    assert "is there already" in capsys.readouterr().err
 
 
 def test_a_preempted_run_goes_on_under_another_program(

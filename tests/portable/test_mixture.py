@@ -223,35 +223,15 @@ STEPS = 1200
 """More than 10^5 samples."""
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, npt.NDArray[np.int64]]:
-    """The sources, and their order on one rank without workers."""
-    folder = tmp_path_factory.mktemp("large") / "data"
+@pytest.mark.exhaustive
+def test_killed_at_random_and_moved(tmp_path: Path) -> None:
+    """Every batch that any launch took, on other ranks and workers each time, some with an emptied cache."""
+    folder = tmp_path / "data"
     write_sources(folder)
     whole = order(folder, STEPS)
     assert whole.size > 100_000
     web, code, books = check_epochs(whole, samples_of(folder))
     assert web >= 3 and code >= 10 and books > 3000
-    return folder, whole
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("workers", [0, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_a_hundred_thousand_samples(
-    world_size: int, workers: int, large: tuple[Path, npt.NDArray[np.int64]]
-) -> None:
-    """On ranks in turn; those with workers from an empty cache on."""
-    folder, whole = large
-    if workers:
-        shutil.rmtree(folder / "cache", ignore_errors=True)  # an earlier stream may still be ending
-    assert (order(folder, STEPS, world_size, workers) == whole).all()
-
-
-@pytest.mark.exhaustive
-def test_killed_at_random_and_moved(large: tuple[Path, npt.NDArray[np.int64]]) -> None:
-    """Every batch that any launch took, on other ranks and workers each time, some with an emptied cache."""
-    folder, whole = large
     chance = random.Random(7)
     launches = 0
     while launches < 40:

@@ -1,14 +1,12 @@
 """A run moves from every engine to every other and to other world sizes, real engines on both sides.
 
 The pairs follow by composition: each engine writes what a reference holds, and goes on from the reference.
-``--all`` runs the pairs themselves; ``PORTABLE_WRITE_DOCS=1`` writes the table of ``docs/moving.md``.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ import pytest
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
-from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines, accumulated
 from tests.promises import record
-from tests.runs import configured, losses
+from tests.runs import leg, losses
 from tests.views import assert_same_view, view
 
-PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
 MOVES_AT, ENDS_AT = 2, 4  # steps: the last loss is that of weights which what was stored has moved
 GLOBAL_BATCH = 12
 LOSSES, VIEWS = 1e-5, 1e-3
@@ -44,11 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """What a run trains, and on what."""
-
-
-def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    config = configured(folder, corpus, **settings)
-    return run_rank(config.backend, config)
 
 
 Runner = Callable[..., list[float]]
@@ -178,41 +169,3 @@ def test_packed_conversations_and_a_part_of_the_model_move(
     folder = Path(shutil.copytree(there, tmp_path / "run"))
     assert runner(name, size, folder, kind) == pytest.approx(alone, rel=LOSSES)
     assert_same_view(view(stored(begun(name, size, kind)[0])), view(stored(there)), VIEWS)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("target", ENGINES)
-@pytest.mark.parametrize("source", ENGINES)
-def test_every_pair(
-    source: str,
-    target: str,
-    begun: Begun,
-    reference: tuple[Path, list[float]],
-    tmp_path: Path,
-    runner: Runner,
-) -> None:
-    size, names, sizes = ENGINES[source].sizes[0], list(ENGINES), ENGINES[target].sizes
-    stopped, alone = begun(source, size)
-    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
-    expected: Any = alone
-    if target != source:
-        expected = pytest.approx(reference[1], rel=LOSSES)
-        size = sizes[(names.index(target) + names.index(source)) % len(sizes)]
-    assert runner(target, size, folder) == expected
-
-
-def composed() -> Iterable[str]:
-    """What ``--all`` runs."""
-    yield "| engine | writes the reference, and goes on bit for bit, on | goes on from the reference on |"
-    yield "|---|---|---|"
-    for name, (_, sizes) in ENGINES.items():
-        yield f"| **{name}** | {sizes[0]} | {', '.join(map(str, sorted(sizes)))} |"
-
-
-def test_the_table_of_the_page() -> None:
-    begin, end = "<!-- composed: begin -->\n", "<!-- composed: end -->\n"
-    head, rest = PAGE.read_text("utf-8").split(begin)
-    page = head + begin + "".join(f"{row}\n" for row in composed()) + end + rest.split(end)[1]
-    if os.environ.get("PORTABLE_WRITE_DOCS") == "1":
-        PAGE.write_text(page, "utf-8")
-    assert PAGE.read_text("utf-8") == page

@@ -134,12 +134,6 @@ def test_a_disk_comes_last(plan: Plan) -> None:
     assert "of its disk" in " ".join(told.split())  # whatever the width of the terminal
 
 
-def test_a_tpu_runs_what_xla_runs(plan: Plan) -> None:
-    found = plan("--device", "v5e", "--devices", "8")
-    assert {option["strategy"] for option in found["options"]} == {"no_shard", "shard_grad_op", "full_shard"}
-    assert found["backend"] == "xla" and all(option["host_bytes"] == 0 for option in found["options"])
-
-
 def test_without_a_device_nothing_is_said_to_fit(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan()
     assert found["best"] is None and {option["fits"] for option in found["options"]} == {None}

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,7 +26,7 @@ from portable.terminal import tell
 from tests.engines import ENGINES, Engines
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY, ObjectStore
 from tests.ranks import RankPool, wait_for
-from tests.runs import configured, flags, losses, tiny, weights
+from tests.runs import configured, flags, leg, losses, tiny, weights
 
 EIGHT = "checkpoints/step-000008"
 
@@ -37,11 +36,6 @@ def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
     monkeypatch.setattr("converters.storage.object_store.FIRST_WAIT", 0.01)
     monkeypatch.setattr("portable.run.train.gc", Mock(spec=gc))
-
-
-def leg(place: Path | str, corpus: Path | str, **overrides: Any) -> int:
-    settings = {"data__cache_dir": str(Path(corpus).parent / "cache"), **overrides}
-    return run_rank(overrides.get("backend", "cpu"), configured(place, Path(corpus), **settings))
 
 
 class Remote:
@@ -56,7 +50,7 @@ class Remote:
         self.store, self.corpus, self.url = store, corpus, store.url("run")
 
     def leg(self, **overrides: Any) -> int:
-        return leg(self.url, self.corpus, **overrides)
+        return leg(self.url, self.corpus, overrides)
 
     def names(self, prefix: str = "") -> list[str]:
         return self.store.names(f"run/{prefix}")
@@ -82,7 +76,7 @@ def remote(s3: ObjectStore, corpus: Path) -> Remote:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A run of eight steps on this disk."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert leg(folder, corpus) == 0
+    assert leg(folder, corpus, {}) == 0
     return folder
 
 
@@ -146,10 +140,6 @@ def rank_leg(
         return run_rank(config.backend, config)
 
 
-def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return leg(place, corpus, **settings)
-
-
 @pytest.mark.parametrize("name", ["full_shard", "xla"])
 def test_hosts_that_share_no_disk(name: str, remote: Remote, tmp_path: Path, engines: Engines) -> None:
     """From the same texts in the bucket; each rank sends its own shards."""
@@ -157,7 +147,7 @@ def test_hosts_that_share_no_disk(name: str, remote: Remote, tmp_path: Path, eng
         remote.store,
         {**ENGINES[name].settings, "train__micro_batch_size": 1 if name != "xla" else 3},
     )
-    assert engines.run(name, 2, local_leg, tmp_path / "whole", remote.corpus, settings) == 0
+    assert engines.run(name, 2, leg, tmp_path / "whole", remote.corpus, settings) == 0
     s3.put("texts/corpus.jsonl", remote.corpus.read_bytes())
     there = (remote.url, s3.url("texts/*.jsonl"), tmp_path / "hosts", s3.environment)
     assert engines.run(name, 2, rank_leg, *there, settings | {"train__stop_after": 5}) == 0
@@ -174,7 +164,7 @@ def test_hosts_that_share_no_disk(name: str, remote: Remote, tmp_path: Path, eng
 def test_resume_from_a_url(remote: Remote, tmp_path: Path, ranks: RankPool) -> None:
     """A folder that was copied to the bucket, without markers; each rank fetches its own shards of it."""
     s3, whole, settings = remote.store, tmp_path / "whole", {"train__micro_batch_size": 1}
-    assert ranks.run(2, local_leg, whole, remote.corpus, settings) == 0
+    assert ranks.run(2, leg, whole, remote.corpus, settings) == 0
     s3.put_tree(whole / "checkpoints" / "step-000004", "copied")
     size = sum(len(data) for name, data in s3.tree("copied").items() if name.endswith(".distcp"))
     there = (remote.url, str(remote.corpus), tmp_path, s3.environment)
@@ -259,7 +249,7 @@ def test_one_rank_that_is_cut_off_for_a_while(remote: Remote, tmp_path: Path, ra
 
 def child_leg(place: str, corpus: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    leg(place, corpus)
+    leg(place, corpus, {})
 
 
 @pytest.mark.usefixtures("brief_runs")
@@ -402,25 +392,6 @@ def test_of_two_that_start_at_once_one_begins(
         second.__enter__()
     first.check()
     first.__exit__(None, None, None)
-    assert not remote.names()
-
-
-def test_a_store_without_conditional_writes_is_told(
-    remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    forward = remote.store.forward
-
-    def without(method: str, path: str, headers: Any, body: bytes) -> Any:
-        plain = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
-        return forward(method, path, plain, body)
-
-    monkeypatch.setattr(remote.store, "forward", without)
-    with Lease(place) as held:
-        time.sleep(0.3)
-        held.check()
-        assert capsys.readouterr().err.count("no conditional writes") == 1
-        with pytest.raises(UserError, match="in use by another run"):
-            Lease(place).__enter__()
     assert not remote.names()
 
 

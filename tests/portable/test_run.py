@@ -27,6 +27,7 @@ from portable.output.output_dir import locked, open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests import runs
 from tests.ranks import RankPool
 from tests.runs import configured, losses, weights
 
@@ -97,10 +98,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert weights(folder) == weights(whole)
 
 
-def leg_of(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return leg(folder, corpus, **settings)
-
-
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
     tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -110,14 +107,14 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
     """
     whole, folder = tmp_path / "whole", tmp_path / "run"
     settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 3}
-    assert ranks.run(2, leg_of, whole, corpus, settings) == 0
+    assert ranks.run(2, runs.leg, whole, corpus, settings) == 0
     shorter = settings | {"checkpoint__every_steps": 2, "train__stop_after": 5}
-    assert ranks.run(2, leg_of, folder, corpus, shorter) == 0
+    assert ranks.run(2, runs.leg, folder, corpus, shorter) == 0
     shard = folder / "checkpoints" / "step-000005" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 1
     shard.write_bytes(bytes(content))
-    assert ranks.run(2, leg_of, folder, corpus, settings) == 0
+    assert ranks.run(2, runs.leg, folder, corpus, settings) == 0
     assert losses(folder) == losses(whole)
     assert weights(folder) == weights(whole)
     assert (folder / "checkpoints" / "step-000005.damaged").is_dir()
