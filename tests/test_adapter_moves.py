@@ -305,6 +305,17 @@ def test_beside_everything_else(base: Path, engines: Engines, corpus: Path, tmp_
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").exists()
 
 
+def test_weights_that_nothing_would_hold_are_refused(base: Path, corpus: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(base, tmp_path / "base")
+    weights = load_file(other / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"^adapter: .* has no model\.norm\.weight, .*modules_to_save"):
+        leg(tmp_path / "run", corpus, {"model__name_or_path": str(other)}, 1)
+    settings = {"model__name_or_path": str(other), "adapter__modules_to_save": ["model.norm"]}
+    assert leg(tmp_path / "again", corpus, settings, 1) == 0
+
+
 def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: Path, tmp_path: Path) -> None:
     """Weights and moments arrive as they are in its files, each at its own parameter."""
     import peft

@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +24,8 @@ from converters.storage.path_or_url import place
 from converters.writers import replace_folder as exchange_module
 from converters.writers.draft import FolderOutput, check_output, new_output
 from tests.converters.compare import error_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def model(folder: Path, **more: Any) -> Path:
@@ -190,6 +194,24 @@ def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.C
     assert place(str(tmp_path / "a:")) == tmp_path / "a:"
 
 
+# -- an output that cannot be told of ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "error"),
+    [("> /dev/full", 1, "error: standard output: "), ("| true", 141, ""), (">&-", 0, "")],
+)
+def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "in")
+    command = f"set -o pipefail; {sys.executable} -m converters.cli {source} {tmp_path / 'out'} {redirect}"
+    made = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (made.returncode, made.stdout) == (code, "")
+    assert made.stderr.startswith(error) and made.stderr.count("\n") == bool(error)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 # -- the source by another name ------------------------------------------------------------------------------
 
 
@@ -229,6 +251,22 @@ def replace(target: Path, content: str) -> None:
     with new_output(target, needed=0, overwrite=True) as output:
         assert isinstance(output, FolderOutput)
         (output.folder / "config.json").write_text(content)
+
+
+def test_without_an_exchange_it_is_replaced_or_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "exchange", lambda *_: False)
+    target = tmp_path / "out"
+    for content in ("old", "new"):
+        replace(target, content)
+        assert (target / "config.json").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    # Killed between the two steps.
+    target.rename(tmp_path / ".out.old-1234-abcdef")
+    check_output(target, [], overwrite=True)
+    assert (target / "config.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:

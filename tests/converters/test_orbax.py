@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -293,6 +294,13 @@ def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPat
     large = open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"]
     assert large.read().tobytes() == pattern("layers.1.large", "int32", (300, 2)).tobytes()
 
+    def full() -> Any:
+        return Path("/dev/full").open("r+b", 0)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(CheckpointError, match=r"No space left .* chunk of 600 bytes .* TMPDIR"):
+        open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"].read()
+
 
 def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
@@ -446,6 +454,40 @@ def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path, body: 
     assert (tmp_path / "d" / "data").stat().st_size < 1 << 16
     with pytest.raises(CheckpointError, match=told):
         ocdbt.read_ocdbt(Folder(tmp_path))
+
+
+def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Bodies of nodes: a leaf of Orbax's, and one above others."""
+    for path in sorted((SAMPLES / "ocdbt" / "d").iterdir()):
+        data = path.read_bytes()
+        yield (
+            ocdbt._body(Folder(path.parent).file(path.name), 0, len(data), craft.NODE, ocdbt._Cost()).data,
+            {},
+        )
+    yield craft.interior(1, "d/data", [("a", 1, 0, 80), ("b", 1, 80, 90)]), {"height": 1}
+
+
+@pytest.mark.timeout(120)
+def test_any_node_under_a_right_checksum_is_refused_or_read(tmp_path: Path) -> None:
+    """Whoever makes a hostile file makes its checksum, too."""
+    rng = random.Random(4)
+    ended: set[bool] = set()
+    for body, more in bodies():
+        for _ in range(150):
+            bad = bytearray(body)
+            for _ in range(rng.choice([1, 1, 2, 8])):
+                at = rng.randrange(min(len(bad), rng.choice([40, len(bad)])))
+                bad[at] = rng.choice([bad[at] ^ 1 << rng.randrange(8), rng.randrange(256), 255])
+            if rng.random() < 0.1:
+                del bad[rng.randrange(len(bad)) :]
+            craft.database(tmp_path, craft.sealed(craft.NODE, bytes(bad)), **more)
+            try:
+                ocdbt.read_ocdbt(Folder(tmp_path))
+                ended.add(True)
+            except CheckpointError as error:
+                assert str(tmp_path) in str(error) and "\n" not in str(error)
+                ended.add(False)
+    assert ended == {True, False}
 
 
 def saved(folder: Path, arrays: Mapping[str, Array | np.generic], **more: Any) -> Path:

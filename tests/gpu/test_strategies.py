@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from portable.cli import main
-from tests.runs import flags, tiny
+from portable.errors import UserError
+from portable.registry import World, backend_package
+from tests.runs import configured, flags, tiny
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,17 @@ def test_the_flag_of_the_deepspeed_launcher_is_let_pass(
     assert "--local_rank" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(arguments) == 0
+
+
+def test_flash_attention_that_is_not_installed(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    config = configured(
+        tmp_path, corpus, backend="auto", precision="bf16", model__attention="flash_attention_2"
+    )
+    with pytest.raises(
+        UserError, match=r"model\.attention: .*flash-attn or kernels, which is not installed.*use sdpa"
+    ):
+        backend_package("cuda").check(config, World(1))

@@ -1,12 +1,14 @@
 """A run moves from every engine to every other and to other world sizes, real engines on both sides.
 
 The pairs follow by composition: each engine writes what a reference holds, and goes on from the reference.
+``PORTABLE_WRITE_DOCS=1`` writes the table of ``docs/moving.md``.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tests.promises import record
 from tests.runs import leg, losses
 from tests.views import assert_same_view, view
 
+PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
 MOVES_AT, ENDS_AT = 2, 4  # steps: the last loss is that of weights which what was stored has moved
 GLOBAL_BATCH = 12
 LOSSES, VIEWS = 1e-5, 1e-3
@@ -169,3 +172,20 @@ def test_packed_conversations_and_a_part_of_the_model_move(
     folder = Path(shutil.copytree(there, tmp_path / "run"))
     assert runner(name, size, folder, kind) == pytest.approx(alone, rel=LOSSES)
     assert_same_view(view(stored(begun(name, size, kind)[0])), view(stored(there)), VIEWS)
+
+
+def composed() -> Iterable[str]:
+    """What ``--all`` runs."""
+    yield "| engine | writes the reference, and goes on bit for bit, on | goes on from the reference on |"
+    yield "|---|---|---|"
+    for name, (_, sizes) in ENGINES.items():
+        yield f"| **{name}** | {sizes[0]} | {', '.join(map(str, sorted(sizes)))} |"
+
+
+def test_the_table_of_the_page() -> None:
+    begin, end = "<!-- composed: begin -->\n", "<!-- composed: end -->\n"
+    head, rest = PAGE.read_text("utf-8").split(begin)
+    page = head + begin + "".join(f"{row}\n" for row in composed()) + end + rest.split(end)[1]
+    if os.environ.get("PORTABLE_WRITE_DOCS") == "1":
+        PAGE.write_text(page, "utf-8")
+    assert PAGE.read_text("utf-8") == page

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -392,6 +393,25 @@ def test_of_two_that_start_at_once_one_begins(
         second.__enter__()
     first.check()
     first.__exit__(None, None, None)
+    assert not remote.names()
+
+
+def test_a_store_without_conditional_writes_is_told(
+    remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = remote.store.forward
+
+    def without(method: str, path: str, headers: Any, body: bytes) -> Any:
+        plain = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+        return forward(method, path, plain, body)
+
+    monkeypatch.setattr(remote.store, "forward", without)
+    with Lease(place) as held:
+        time.sleep(0.3)
+        held.check()
+        assert capsys.readouterr().err.count("no conditional writes") == 1
+        with pytest.raises(UserError, match="in use by another run"):
+            Lease(place).__enter__()
     assert not remote.names()
 
 
