@@ -22,6 +22,7 @@ from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.base import IGNORED
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
+from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
 from portable.errors import RunError, UserError
 from portable.run.rank import run_rank
@@ -272,6 +273,19 @@ def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
     assert f"{len(expected) - len(answered):,} are left out" in data.sizes.warnings[0]
     sizes = inspect_data(given)
     assert (sizes.train_samples, sizes.warnings) == (len(answered), data.sizes.warnings)
+
+
+def test_any_number_of_processes_writes_the_same(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{n} what is it"}, ANSWER]} for n in range(60)]
+    given = written(settings, *rows)
+    alone = build_data(given)
+    monkeypatch.setattr(tokenizing, "_CHAT_CHARS", 200)
+    monkeypatch.setattr(tokenizing, "_ALONE", 1)
+    monkeypatch.setattr(tokenizing, "cores", lambda: 2)
+    others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
+    assert others.fingerprint == alone.fingerprint
 
 
 def test_a_map_in_processes() -> None:
