@@ -26,7 +26,7 @@ LENGTH, WINDOW = 24, 4
 ROWS = ([9, 5, 7], [13, 8], [24], [1, 2, 14])
 """The lengths of the documents of each sample; the rest is padding. Most are longer than the window."""
 PAD = 3
-USUAL = ["llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_oss", "llama4_text", "opt"]
+USUAL = ["llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_oss", "llama4_text", "opt", "phi"]
 
 
 def packed() -> tuple[list[torch.Tensor], Batch]:
