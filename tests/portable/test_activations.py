@@ -140,20 +140,6 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
     assert -largest <= found[kind] - found["auto"] <= 2 * largest
 
 
-def test_the_mask_of_packed_documents_counts() -> None:
-    """With autocast's rules of a GPU; on a CPU there is none."""
-    totals = {}
-    for packing in (True, "documents"):
-        config = config_of("llama", "bf16", "full", **{"data.packing": packing})
-        model = built(config)
-        request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=True)
-        totals[packing] = activations(model, request).total
-        assert totals[packing] == pytest.approx(measured(model, request), rel=0.1)
-        on_cpu = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
-        assert activations(model, on_cpu).total == totals[True]
-    assert totals["documents"] > totals[True]
-
-
 @pytest.mark.parametrize("family", ["xlnet", "longformer", "opt"])
 def test_or_it_is_known_that_some_may_not(family: str) -> None:
     assert not every_parameter_gets_gradient(built(config_of(family, "fp32", "none")))

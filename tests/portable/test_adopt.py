@@ -197,18 +197,6 @@ def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(kind: str, tm
     assert (found == LAST_LABEL) == (kind in ("mbart", "plbart"))
 
 
-def test_a_start_that_only_the_generation_config_has(tmp_path: Path) -> None:
-    model: Any = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **SIZES["t5"]))
-    model.generation_config.decoder_start_token_id = 9
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("decoder_start_token_id", None)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = ModelConfig(name_or_path=str(tmp_path), config=None, task="seq2seq-lm")
-    tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
-    assert SpecialTokens(model_config(settings), settings).decoder_start(tokenizer) == 9
-
-
 # -- classes
 
 
@@ -280,13 +268,6 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, An
 def test_labels_that_a_classifier_cannot_learn_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^(data\.label_field|model\.config): .*{row['line']}"):
         learns(tmp_path, row["labels"], **row.get("config", {})).__enter__()
-
-
-def test_a_text_may_have_some_of_the_models_classes() -> None:
-    found = number_classes(["positive", "Negative"], None, KNOWN["named"], several=True)
-    assert (found.names, found.ids, found.problem) == (KNOWN["named"].names, (2, 0), MULTI)
-    with pytest.raises(UserError, match="are not the classes of"):
-        number_classes(["positive", "bad"], None, KNOWN["named"], several=True)
 
 
 def test_which_models_have_classes(tmp_path: Path) -> None:

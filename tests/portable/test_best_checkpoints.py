@@ -196,17 +196,6 @@ def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -
     assert (state.eval_history.metric, state.eval_history.mode) == ("eval_accuracy/code", "max")
 
 
-def test_evaluation_data_may_change_within_a_run(
-    sources: dict[str, Path], tmp_path: Path, corpus: Path
-) -> None:
-    one = {"data__eval": {"source": str(sources["code"])}, "train__steps": 4}
-    assert leg(tmp_path, corpus, **one, data__eval_fraction=0.0, train__stop_after=2) == 0
-    assert leg(tmp_path, corpus, **own(sources), data__eval_fraction=0.0, train__steps=4) == 0
-    rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows if "eval_loss" in row] == [1, 2]
-    assert [row["step"] for row in rows if "eval_loss/news" in row][-2:] == [3, 4]
-
-
 def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
     def written(name: str, labels: list[Any]) -> str:
         rows = ({"text": f"text {i} " * 3, "label": label} for i, label in enumerate(labels))

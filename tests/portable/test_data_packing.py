@@ -12,7 +12,7 @@ import torch
 
 from portable.config import load_config
 from portable.config.sections import DataConfig
-from portable.data.dataset import build_data, inspect_data
+from portable.data.dataset import build_data
 from portable.data.samples import packing
 from portable.data.samples.base import IGNORED, PaddedCausal, Part, split_documents
 from portable.data.samples.packing import PackedDocuments, best_fit, packed_sizes, planned
@@ -21,7 +21,7 @@ from portable.errors import UserError
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
-from tests.portable.data_support import Settings, corpus, token_cache, write_jsonl
+from tests.portable.data_support import token_cache, write_jsonl
 from tests.runs import configured, write_corpus
 
 PAD = 0
@@ -116,16 +116,6 @@ def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch)
     damaged.write_bytes(bytes(len(damaged.read_bytes())))
     repaired = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)
     assert [list(repaired.documents(index)) for index in range(len(repaired))] == first
-
-
-def test_from_the_settings(tmp_path: Path) -> None:
-    settings = Settings(
-        source=str(corpus(tmp_path)), cache_dir=str(tmp_path / "cache"), packing="documents", seq_len=128
-    )
-    data = build_data(settings)
-    sizes = inspect_data(settings)
-    assert sizes == data.sizes and sizes.train_samples == len(data.train) < 40
-    assert sizes.waste == data.train.waste > 0
 
 
 @pytest.mark.parametrize("truncation", ["end", "start"])

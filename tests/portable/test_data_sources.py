@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from portable.data.sources import files, rows
+from portable.data.sources import rows
 from portable.data.sources.documents import Document
 from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.opening import StandardLibrary, open_source
+from portable.data.sources.opening import StandardLibrary
 from portable.errors import UserError
 from tests.portable.data_support import settings_of, source, write_jsonl
 
@@ -115,25 +113,6 @@ def test_targets_and_labels(tmp_path: Path) -> None:
     assert list(found) == [Document("a", "b"), Document("d", "e")]
     found = source(path, "sequence-classification", text_field="en", label_field="c").documents()
     assert list(found) == [Document("a", label=1), Document("c", label=0), Document("d", label=3)]
-
-
-def test_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_DIGEST_MEMO_FROM", 1)
-    memo = tmp_path / "digests"
-    path = tmp_path / "a.txt"
-    asked = settings_of(str(path), cache_dir=tmp_path)
-    path.write_text("some text")
-    key = open_source(asked).key
-    assert not memo.exists()  # it is too new: it might still change within one tick of the clock
-    os.utime(path, (1, 1))
-    assert open_source(replace(asked, offline=True)).key == key
-    assert not memo.exists()
-    assert open_source(asked).key == key
-    (entry,) = memo.iterdir()
-    entry.write_bytes(b"x" * 16)
-    assert open_source(asked).key != key  # it was believed, not read
-    os.utime(path, (2, 2))
-    assert open_source(asked).key == key
 
 
 # --- what is refused

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from converters import write_safetensors
-from converters.opening import open_checkpoint
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.storage.object_store import RemotePath
 from converters.writers import remote_draft as remote_output
@@ -91,28 +89,6 @@ def test_a_kill_at_any_moment_loses_nothing(
 
 
 # -- in an object store --------------------------------------------------------------------------------------
-
-
-def test_in_a_store_it_keeps_what_a_person_put_there(
-    checkpoint: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    final = RemotePath.of(s3.url("run/final"))
-    s3.put("run/final/old/thesis.txt", b"mine")  # there before any export
-    export(checkpoint, final)
-    assert s3.tree("run/final.kept") == {"old/thesis.txt": b"mine"}
-    assert "old/thesis.txt was not part of the export" in capsys.readouterr().err
-    s3.put("run/final/README.md", b"mine")
-    s3.put("run/final/config.json", b"{}")
-    export(checkpoint, final)
-    assert s3.tree("run/final.kept-2") == {"README.md": b"mine", "config.json": b"{}"}
-    told = capsys.readouterr().err
-    assert "README.md was not part of the export (and 1 more)" in told and "final.kept-2" in told
-    # Nor is a conversion an export, although it marks what it has written.
-    write_safetensors(open_checkpoint(checkpoint), final, overwrite=True, dtype="bfloat16")
-    halved = s3.get("run/final/model.safetensors")
-    export(checkpoint, final)
-    assert s3.get("run/final.kept-3/model.safetensors") == halved
-    assert s3.get("run/final/model.safetensors") != halved
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])

@@ -21,11 +21,9 @@ from converters import open_checkpoint
 from portable.checkpoint.external import open_external
 from portable.cli import main
 from portable.data.samples.loader import TrainLoader
-from portable.errors import UserError
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
-from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.converters.compare import assert_same
@@ -368,18 +366,3 @@ def test_another_rule_of_the_same_state_is_refused(
     ):
         path = saved(tmp_path, model, optimizer)
         assert word in refusal(capsys, command(path, corpus, tmp_path / "run"))
-
-
-def test_our_own_are_never_mistaken(corpus: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    config = configured(folder, corpus, train__steps=1, train__warmup_steps=0, checkpoint__export=False)
-    assert run_rank("cpu", config) == 0
-    ours = folder / "checkpoints" / "step-000001"
-    assert open_external(folder) is None and open_external(ours) is None
-    (ours / "trainer_state.json").write_text("{")
-    assert open_external(ours) is None
-    (ours / "trainer_state.json").unlink()
-    assert open_external(ours) is None
-    resumed = configured(tmp_path / "next", corpus, checkpoint__resume=str(ours))
-    with pytest.raises(UserError, match=r"trainer_state.json: missing"):
-        run_rank("cpu", resumed)

@@ -222,14 +222,3 @@ def test_a_run_writes_through_no_link(
     else:
         assert not (folder / name).is_symlink()
     assert not any(mine.iterdir()) if name == "tensorboard" else mine.read_text() == "mine"
-
-
-def test_a_confusion_matrix(tmp_path: Path) -> None:
-    """It is shown as recorded, and what is none is left out."""
-    matrix = {"classes": ["a", "</script>"], "counts": [[3, 1], [0, 2]]}
-    damaged = {"eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}, "eval_confusion": {"counts": 1}}
-    row = {"step": 1, "loss": 2.0, "eval_loss/news": 1.5, "eval_confusion/news": matrix, **damaged}
-    (tmp_path / METRICS).write_text(json.dumps(row) + "\n")
-    assert main([str(tmp_path)]) == 0
-    (told,) = data_of(tmp_path / "report.html")["runs"]
-    assert told["confusions"] == [{"name": "Evaluation confusion, news", "step": 1, **matrix}]

@@ -102,16 +102,6 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert line in capsys.readouterr().err
 
 
-def test_a_json_with_comments_and_tabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("hjson")
-    path = tmp_path / "ds.json"
-    path.write_text(
-        '{\n\t// why\n\t"_why": 1, "zero_optimization": {"stage": 2,},\n\t"train_batch_size": 8,\n}'
-    )
-    found, _ = imported(str(path), capsys=capsys)
-    assert (found["strategy"], found["train.global_batch_size"]) == ("zero2", 8)
-
-
 def test_a_default_of_a_program_yields_to_what_another_file_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

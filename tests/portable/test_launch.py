@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from portable.errors import RunError, UserError
 from portable.loop import stop_signals
 from portable.output.output_dir import locked
-from portable.ranks.launch import STOP_REQUESTED, launch
+from portable.ranks.launch import launch
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import wait_for
@@ -261,9 +260,6 @@ def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
         patch.setattr("portable.ranks.launch.REPORTING", 1.0)  # the other rank never reports
     if how == "asked twice":
         threading.Thread(target=ask_twice).start()
-    if how == "asked early":
-        patch.setattr("portable.ranks.launch.die_with_parent", wait_until_asked)
-        threading.Thread(target=ask_early).start()
     try:
         launch(_rank_function, (how,), ranks=2, memory_advice="set this lower")
     except (UserError, RunError) as error:
@@ -275,18 +271,6 @@ def ask_twice() -> None:
     for number in (2, 4):
         wait_for(lambda number=number: sum(1 for _ in notes.iterdir()) == number)  # type: ignore[misc]
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def ask_early() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    wait_for(lambda: signal.getsignal(signal.SIGTERM) != before)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def wait_until_asked(launcher: int) -> None:
-    """First thing in a rank; from here on it would be found."""
-    del launcher
-    wait_for(lambda: bool(list(Path(tempfile.gettempdir()).glob(f"portable-launch-*/{STOP_REQUESTED}"))))
 
 
 def reported(zygote: Zygote, folder: Path, *arguments: object) -> tuple[str, str]:
@@ -305,7 +289,6 @@ FIRST_LINES = {
     "breaks": "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)",
     "killed, counted": f"{KILLED} by the kernel, which ran out of host memory; set this lower",
     "killed, not counted": f"{KILLED}, but not by the kernel's OOM killer",
-    "asked early": "StoppedError: stopped by a signal before the first step; there is no checkpoint",
     "asked twice": "StoppedError: stopped by a second signal without saving; there is no checkpoint yet",
 }
 """What ranks do, and how the answer of their launcher begins."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from converters.cli import main as convert
 from portable.cli import main
 from portable.config import load_config
 from portable.planner.cli import main as plan
-from portable.reporting.card import CARD, model_card, usage
+from portable.reporting.card import CARD, usage
 from tests.runs import flags, tiny, write_labelled, write_pretrained
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
@@ -210,15 +209,3 @@ def test_names_in_commands_are_quoted() -> None:
     found = dict(usage(load_config(None, settings), "-it/final", "llama"))
     assert shlex.split(found["vLLM"])[:3] == ["vllm", "serve", "a $(b)"]
     assert "\"$(hf download 'a $(b)')\"" in found["llama.cpp"]
-
-
-def test_commands_of_a_card_have_of_local_folders_the_names_alone(tmp_path: Path) -> None:
-    base = tmp_path / "my secret" / "base"
-    base.mkdir(parents=True)
-    settings = {"model.config": None, "model.name_or_path": str(base), "adapter.type": "lora"}
-    adapter: Any = SimpleNamespace(rows=None, identity={"base": "digest"})
-    facts: dict[str, Any] = {"architecture": "Some", "model_type": "llama", "data": "texts", "metrics": []}
-    card = model_card(load_config(None, settings), adapter=adapter, **facts)
-    commands = card.partition("```sh\n")[2].partition("```")[0]
-    assert "--merge-into base " in commands and "vllm serve base --enable-lora" in commands
-    assert "secret" not in commands and f'from_pretrained("{base}")' in card
