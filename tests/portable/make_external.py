@@ -219,7 +219,7 @@ def llama3(weights: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]
 
 
 def trainer_zero(rank: int, world: int, out: Path) -> None:
-    from tests.converters.make_deepspeed import gather, start, wrapped
+    from tests.converters.make_deepspeed import gather, start
 
     start(rank, world)
     from transformers import Trainer
@@ -227,7 +227,14 @@ def trainer_zero(rank: int, world: int, out: Path) -> None:
     for stage, precision in ((2, "fp32"), (3, "bf16")):
         name = f"trainer-zero{stage}"
         bf16 = precision == "bf16"
-        more = {"deepspeed": {**wrapped(stage), "bf16": {"enabled": bf16}}, "bf16": bf16}
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+            "bf16": {"enabled": bf16},
+            "zero_optimization": {"stage": stage},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        more = {"deepspeed": settings, "bf16": bf16}
         run = Trainer(model=llama(), args=trainer_arguments(out / name, **more), train_dataset=TEXTS)
         run.train()
         reference = gather(run.model_wrapped, stage)
