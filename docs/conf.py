@@ -22,6 +22,7 @@ highlight_language = "none"
 html_theme = "furo"
 html_title = project
 html_copy_source = False
+html_use_index = html_domain_indices = False  # docs/api.md is one; on a phone its columns run out of the page
 html_show_copyright = False
 html_static_path = ["site"]
 html_css_files = ["narrow.css"]
