@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import time
@@ -20,8 +21,8 @@ from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
-from unittest.mock import Mock, patch
+from typing import Any
+from unittest.mock import Mock
 
 from tests.forkserver import write_where_parent_does
 
@@ -78,22 +79,22 @@ def serve(connection: Connection) -> None:
         connection.send((*answer, sum(1 for _ in Path("/proc/self/task").iterdir())))
 
 
+def import_site() -> None:
+    """What a new Python would import of its PYTHONPATH."""
+    runpy.run_path(f"{os.environ['PYTHONPATH']}/sitecustomize.py")
+
+
 class RankPool:
     """Processes that run functions as ranks, as many as a test has asked for.
 
     Ranks that are left waiting for one that failed are replaced, so that no test suffers from another.
 
     Args:
-        start_method: of the processes; ``spawn`` for such as obey variables that are read when one starts.
-        environment: makes such variables for processes that are about to start.
+        environment: makes variables for processes that are about to start, PYTHONPATH among them.
     """
 
-    def __init__(
-        self,
-        start_method: Literal["forkserver", "spawn"] = "forkserver",
-        environment: Callable[[], dict[str, str]] = dict,
-    ) -> None:
-        self._start_method, self._environment = start_method, environment
+    def __init__(self, environment: Callable[[], dict[str, str]] | None = None) -> None:
+        self._environment = environment
         self._ranks: list[tuple[Connection, BaseProcess]] = []
 
     def run(
@@ -150,14 +151,17 @@ class RankPool:
         return answers[0]
 
     def _start(self, number: int) -> None:
-        context: Any = multiprocessing.get_context(self._start_method)
-        with patch.dict(os.environ, self._environment()):
-            for _ in range(number):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(theirs,), daemon=True)
-                process.start()
-                theirs.close()
-                self._ranks.append((ours, process))
+        context: Any = multiprocessing.get_context("forkserver")
+        variables = self._environment and self._environment()
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((ours, process))
+            if variables:
+                ours.send((variables, import_site, ()))
+                ours.recv()
 
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""

@@ -34,7 +34,7 @@ class TpuPool:
             return environment(Path(self._folders.enter_context(folder)), chips)
 
         if chips not in self._pools:
-            self._pools[chips] = RankPool("spawn", slice_of_them)
+            self._pools[chips] = RankPool(slice_of_them)
         return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
 
     def close(self) -> None:

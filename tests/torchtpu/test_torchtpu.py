@@ -8,10 +8,7 @@ a chip, its speed and its memory are not shown by any of them.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 from tests.torchtpu.pool import NEEDS_TORCH_TPU, TpuPool, is_here
 from tests.torchtpu.stand_in import environment
+from tests.zygote import Zygote
 from tpu import device_specs
 from tpu.torchtpu.of_torch_tpu import PACKAGE
 
@@ -132,14 +130,14 @@ def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.Cap
 
 @needs_torch_tpu
 @pytest.mark.slow
-def test_a_run(corpus: Path, tmp_path: Path) -> None:
+def test_a_run(corpus: Path, tmp_path: Path, zygote: Zygote) -> None:
     """Who notices a killed rank, and what is left of it, is the launcher's: ``test_launch``."""
     config = configured(tmp_path / "run", corpus, **COMMON, log__sample_tokens=0)
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
-    command = [sys.executable, "-m", "portable.cli", "--config", str(tmp_path / "run.yaml")]
-    command += ["--backend", "tpu", "--nproc", "2", "--train.steps", "2"]
-    variables = {**os.environ, **environment(tmp_path / "room", 2)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    code = "from tests.ranks import import_site; import_site(); from portable.cli import main; main()"
+    flags = f"--config {tmp_path}/run.yaml --backend tpu --nproc 2 --train.steps 2"
+    variables: Any = environment(tmp_path / "room", 2)
+    done = zygote.run("python", "-c", code, *flags.split(), **variables)
     assert done.returncode == 0, done.stderr
     rows = {row["step"]: row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row}
     assert sorted(rows) == [1, 2] and (tmp_path / "run" / "final" / "model.safetensors").exists()
