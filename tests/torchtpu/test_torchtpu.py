@@ -31,13 +31,12 @@ from tpu import device_specs
 from tpu.torchtpu.of_torch_tpu import PACKAGE
 
 needs_torch_tpu = pytest.mark.skipif(not is_here(), reason=NEEDS_TORCH_TPU)
-STEPS = 8
 COMMON: dict[str, Any] = {
     "model__attention": "eager",
     "precision": "fp32",
     "train__global_batch_size": 8,
     "train__micro_batch_size": 2,
-    "train__steps": STEPS,
+    "train__steps": 8,
     "data__eval_fraction": 0,
 }
 SHARED = {
@@ -153,7 +152,7 @@ EXPERTS = {
 HYBRID = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
 DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
     # Parts of no round size are gathered by a sum.
-    "full_shard, experts": ({"model__config": {**WIDE, **EXPERTS}}, 1, {"all-reduce"}),
+    "hybrid_shard, experts": ({**HYBRID, "model__config": {**WIDE, **EXPERTS}}, 1, {"all-reduce"}),
     "hybrid_shard, offloaded": ({**HYBRID, "memory__offload_params": "cpu"}, 0, {"all-gather", "all-reduce"}),
     "no_shard": ({"strategy": "no_shard"}, 4 / 3, {"all-reduce"}),
     "offload_optimizer": ({"memory__offload_optimizer": "cpu"}, 1, {"all-gather"}),
@@ -165,7 +164,7 @@ DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
 }
 """Settings; the state on the device beside the plan's, to which DDP adds its buckets; and collectives."""
 ONCE, *MORE = [(name, "v5e") for name in DRY]
-MORE += [("full_shard, experts", "v6e"), ("hybrid_shard, offloaded", "v5p")]
+MORE += [("hybrid_shard, experts", "v6e"), ("hybrid_shard, offloaded", "v5p")]
 
 
 @needs_torch_tpu

@@ -46,24 +46,20 @@ def answer_launch_environment() -> None:
 
 @PACKAGE.needed_for("--compile on backend tpu")
 def wait_without_the_lock() -> None:
-    """Let programs end before streams change and events are recorded: these wait, with Python's lock.
+    """Have all work in one stream, which is waited for where torch_tpu would: without Python's lock.
 
-    What compiles a program in Python would wait for that lock, for ever.
+    Who changes the stream or records an event waits with it, for threads that may need it, so for ever.
     """
     import torch
     from torch_tpu._internal.device import _device_module
     from torch_tpu._internal.stream import streams
 
-    def after_all_programs(function: Any) -> Any:
-        def called(*arguments: Any) -> Any:
-            torch.zeros((), device="tpu").cpu()  # waits in its place in the queue, without the lock
-            return function(*arguments)
-
-        return called
+    def wait(given: Any, *_: Any) -> Any:
+        torch.zeros((), device="tpu").cpu()  # waits in its place in the queue
+        return given
 
     operations: Any = _device_module._device_ops_backend
-    operations._set_current_stream_id = after_all_programs(operations._set_current_stream_id)
-    streams.TpuEvent.record = after_all_programs(streams.TpuEvent.record)
+    operations._set_current_stream_id = streams.TpuEvent.record = wait
 
 
 @PACKAGE.needed_for("--compile on backend tpu")
