@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from portable.data.sources.conversations import read_preference
 from portable.data.sources.documents import ANSWERING, Document
 from portable.data.tokens.chat_template import ChatTemplate, Encoded
+from portable.data.tokens.rendering import DAY
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -26,7 +28,6 @@ from tests.portable.chat_support import (
     tokenizer,
 )
 
-TODAY = {"strftime_now": datetime.now().date().isoformat()}  # GPT-OSS tells the model what day it is
 MARKED = [name for name, family in FAMILIES.items() if family.marked]
 ROWS = yaml.safe_load(Path(__file__).with_name("chat_rows.yaml").read_text("utf-8"))
 
@@ -40,19 +41,20 @@ def talks(name: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def encode(name: str, text: str, row: dict[str, Any], kind: str = "messages", **options: Any) -> Encoded:
-    options.setdefault("kwargs", TODAY)
     return ChatTemplate(tokenizer(name), text, NO_FRAME, **options).encode([record(row, kind)])
 
 
 def theirs(name: str, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
     """Tokens and mask of transformers, which TRL calls, with TRL's template."""
-    found = tokenizer(name).apply_chat_template(
-        messages,
-        chat_template=template(f"{name}_training"),
-        return_assistant_tokens_mask=True,
-        return_dict=True,
-        **options,
-    )
+    day = Mock(now=lambda: datetime.fromisoformat(DAY))  # GPT-OSS tells the model what day it is
+    with patch("transformers.utils.chat_template_utils.datetime", day):
+        found = tokenizer(name).apply_chat_template(
+            messages,
+            chat_template=template(f"{name}_training"),
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            **options,
+        )
     return found["input_ids"], found["assistant_masks"]
 
 
@@ -124,7 +126,7 @@ def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
         key: case[key] for key in ("messages", "tools", "prompt", "completion") if key in case
     }
     kind = "messages" if "messages" in row else "prompt_completion"
-    options: dict[str, Any] = {"kwargs": TODAY, **case.get("options", {})}
+    options: dict[str, Any] = case.get("options", {})
     chat = ChatTemplate(tokenizer(family), text, NO_FRAME, **options)
     roles = frozenset(case.get("roles", ANSWERING))
     if "refused" in case:
@@ -140,7 +142,7 @@ def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
     assert case.get("unstopped", "") in encoded.unstopped
     assert encoded.prompt_left == case.get("prompt_left", encoded.prompt_left)
     if case.get("tokens") != "own":
-        more = {"chat_template": text, **options["kwargs"]}
+        more = {"chat_template": text, **options.get("kwargs", {})}
         whole = tokenizer(family).apply_chat_template(row["messages"], return_dict=False, **more)
         assert encoded.tokens[0].tolist() == whole
 
