@@ -28,10 +28,6 @@ FIRST: tuple[str, ...] = (
     "tests/portable/test_api.py",
     "tests/test_shared_sequences.py",
     "tests/test_docs.py::test_commands_run[train]",
-    "tests/gpu/test_micro_batch.py",
-    "tests/portable/test_foreign.py",
-    "tests/gpu/test_cuda.py",
-    "tests/portable/test_preferences.py",
     "tests/converters/test_mutations.py",
     "tests/tpu/test_planned_steps.py",
 )
