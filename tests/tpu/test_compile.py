@@ -482,6 +482,7 @@ def test_the_step_compiles_for_each_generation(
         return traced
 
     monkeypatch.setattr(compiler, "trace_graphs", once)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     settings = ["--model.config", json.dumps(TINY), "--precision", "bf16", "--log.sample_tokens", "0"]
     settings += ["--data.eval_fraction", "0", "--compile", "--json", "--devices", "4"]
     multiplied = 256 * 64 + 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128
@@ -503,6 +504,7 @@ def test_the_step_compiles_for_each_generation(
         assert kinds["reduce-scatter"]["count"] > 0
         gathered = 2 * multiplied * 3 // 4  # bytes that a chip sends for every matrix in bf16
         assert gathered <= kinds["all-gather"]["bytes"] <= 2.5 * gathered
+    assert not list(tmp_path.glob("tpu_driver*"))  # megabytes of libtpu's
 
 
 def step_of(library: compiler.Library, folder: Path, chips: str, **settings: Any) -> CompiledGraph:

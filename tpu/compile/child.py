@@ -48,7 +48,7 @@ def ask(
     with log.open("wb") as errors:
         process = subprocess.Popen(
             new_python(_DIES_WITH_US + code, str(answer), *arguments),
-            env=dict(environment),
+            env={**environment, "TPU_LOG_DIR": str(answer.parent)},  # megabytes, which libtpu leaves in /tmp
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -94,7 +94,6 @@ class Slice:
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it opens no chip, and so needs no lock
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_LOG_DIR": "disabled",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         return {**given, **settings, VARIABLE: with_missing(given.get(VARIABLE, ""), flags)}

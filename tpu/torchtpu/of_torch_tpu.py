@@ -51,15 +51,14 @@ def wait_without_the_lock() -> None:
     Who changes the stream or records an event waits with it, for threads that may need it, so for ever.
     """
     import torch
-    from torch_tpu._internal.device import _device_module
+    from torch_tpu._internal.device import _device_ops_backend
     from torch_tpu._internal.stream import streams
 
     def wait(given: Any, *_: Any) -> Any:
         torch.zeros((), device="tpu").cpu()  # waits in its place in the queue
         return given
 
-    operations: Any = _device_module._device_ops_backend
-    operations._set_current_stream_id = streams.TpuEvent.record = wait
+    _device_ops_backend._set_current_stream_id = streams.TpuEvent.record = wait
 
 
 @PACKAGE.needed_for("--compile on backend tpu")
