@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
 import time
@@ -79,22 +78,17 @@ def serve(connection: Connection) -> None:
         connection.send((*answer, sum(1 for _ in Path("/proc/self/task").iterdir())))
 
 
-def import_site() -> None:
-    """What a new Python would import of its PYTHONPATH."""
-    runpy.run_path(f"{os.environ['PYTHONPATH']}/sitecustomize.py")
-
-
 class RankPool:
     """Processes that run functions as ranks, as many as a test has asked for.
 
     Ranks that are left waiting for one that failed are replaced, so that no test suffers from another.
 
     Args:
-        environment: makes variables for processes that are about to start, PYTHONPATH among them.
+        first: makes the first task of all processes that are about to start.
     """
 
-    def __init__(self, environment: Callable[[], dict[str, str]] | None = None) -> None:
-        self._environment = environment
+    def __init__(self, first: Callable[[], object] = bool) -> None:
+        self._first = first
         self._ranks: list[tuple[Connection, BaseProcess]] = []
 
     def run(
@@ -152,15 +146,15 @@ class RankPool:
 
     def _start(self, number: int) -> None:
         context: Any = multiprocessing.get_context("forkserver")
-        variables = self._environment and self._environment()
+        first = self._first()
         for _ in range(number):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((ours, process))
-            if variables:
-                ours.send((variables, import_site, ()))
+            if first:
+                ours.send(first)
                 ours.recv()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import RankPool
-from tests.torchtpu.stand_in import environment
+from tests.torchtpu.stand_in import environment, find_chips
 
 NEEDS_TORCH_TPU = "needs torch_tpu and its stand-in: pip install -c constraints.txt -e '.[test]', on Linux"
 
@@ -29,12 +29,12 @@ class TpuPool:
     def run(self, chips: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
         """See :meth:`tests.ranks.RankPool.run`."""
 
-        def slice_of_them() -> dict[str, str]:
+        def in_a_slice() -> object:
             folder = tempfile.TemporaryDirectory(dir="/dev/shm")
-            return environment(Path(self._folders.enter_context(folder)), chips)
+            return environment(Path(self._folders.enter_context(folder)), chips), find_chips, ()
 
         if chips not in self._pools:
-            self._pools[chips] = RankPool(slice_of_them)
+            self._pools[chips] = RankPool(in_a_slice)
         return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ def test_a_run(corpus: Path, tmp_path: Path, zygote: Zygote) -> None:
     """Who notices a killed rank, and what is left of it, is the launcher's: ``test_launch``."""
     config = configured(tmp_path / "run", corpus, **COMMON, log__sample_tokens=0)
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
-    code = "from tests.ranks import import_site; import_site(); from portable.cli import main; main()"
+    code = "import portable.cli, tests.torchtpu.stand_in as chips; chips.find_chips(); portable.cli.main()"
     flags = f"--config {tmp_path}/run.yaml --backend tpu --nproc 2 --train.steps 2"
     variables: Any = environment(tmp_path / "room", 2)
     done = zygote.run("python", "-c", code, *flags.split(), **variables)
