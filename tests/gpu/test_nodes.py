@@ -115,7 +115,6 @@ def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
     wait_for(lambda: "queued again" in output.read_text(errors="replace"))
     stopped = len(losses(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped:06d}").exists()
-    state = cluster.command("scontrol", "show", "job", job).stdout
-    assert "Requeue=1" in state
-    assert "Restarts=1" in state
+    # The controller restarts it a moment after the script has asked.
+    wait_for(lambda: "Requeue=1 Restarts=1" in cluster.command("scontrol", "show", "job", job).stdout)
     assert cluster.command("scancel", job).returncode == 0
