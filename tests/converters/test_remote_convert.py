@@ -253,7 +253,7 @@ def start(s3: ObjectStore, folder: Path, *options: str) -> Any:
 def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     large: Path, s3: ObjectStore, tmp_path: Path, kill: signal.Signals
 ) -> None:
-    s3.fail(delay=30, method="PUT", query="partNumber=3")
+    s3.fail(delay=30, method="PUT", key=INCOMPLETE)  # which follows the last part
     running = start(s3, tmp_path, "--quiet")
     wait_for(lambda: s3.count("PUT", "out/") >= 2)
     os.kill(running.pid, kill)
