@@ -155,7 +155,7 @@ class RankPool:
             self._ranks.append((ours, process))
             if first:
                 ours.send(first)
-                ours.recv()
+                assert ours.recv()[0], "the first task failed"
 
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""

@@ -144,6 +144,7 @@ def test_a_run(corpus: Path, tmp_path: Path, zygote: Zygote) -> None:
 
 WIDE = {**TINY_MODEL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 EXPERTS = {
+    **WIDE,
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 128,
     "num_experts": 4,
@@ -151,8 +152,9 @@ EXPERTS = {
 }
 HYBRID = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
 DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
+    "hybrid_shard, experts": ({**HYBRID, "model__config": EXPERTS}, 1, {"all-gather", "all-reduce"}),
     # Parts of no round size are gathered by a sum.
-    "hybrid_shard, experts": ({**HYBRID, "model__config": {**WIDE, **EXPERTS}}, 1, {"all-reduce"}),
+    "full_shard, experts": ({"model__config": EXPERTS}, 1, {"all-reduce"}),
     "hybrid_shard, offloaded": ({**HYBRID, "memory__offload_params": "cpu"}, 0, {"all-gather", "all-reduce"}),
     "no_shard": ({"strategy": "no_shard"}, 4 / 3, {"all-reduce"}),
     "offload_optimizer": ({"memory__offload_optimizer": "cpu"}, 1, {"all-gather"}),
@@ -164,7 +166,7 @@ DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
 }
 """Settings; the state on the device beside the plan's, to which DDP adds its buckets; and collectives."""
 ONCE, *MORE = [(name, "v5e") for name in DRY]
-MORE += [("hybrid_shard, experts", "v6e"), ("hybrid_shard, offloaded", "v5p")]
+MORE += [("full_shard, experts", "v6e"), ("hybrid_shard, offloaded", "v5p")]
 
 
 @needs_torch_tpu
