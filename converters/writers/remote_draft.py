@@ -141,6 +141,7 @@ class StoreOutput:
                     "nothing was replaced"
                 )
         if not self._single:
+            self._undo = bool if there else self._clear
             objects = {**there, **dict.fromkeys(self._planned)}
             self._token = begin(self.folder, facts=self._facts, objects=objects)
             # Keep what is overwritten later: a config.json may be copied from this folder to itself.

@@ -210,6 +210,8 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
     s3.put("out/tokenizer.json", b"old")
     s3.put("out-2/stays", b"")
     before = s3.tree("out")
+    s3.fail(status=403, method="POST", query="delete", times=1)  # of a _COMPLETE, which follows _INCOMPLETE
+    assert convert(s3.url("src"), s3.url("new")) == 2 and s3.names("new/") == []
     assert "exists already" in refused(capsys, s3.url("src"), s3.url("out"))
     s3.fail(status=403, method="GET", key="src/model-00002")
     assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
