@@ -8,6 +8,7 @@ holds the places to the code, so that none is left behind when the code moves.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -85,10 +86,15 @@ def tried(name: str) -> bool:
     return bool(failed)
 
 
-def main(names: list[str]) -> int:
-    if names[:1] == ["--from"]:
-        names = list(MUTANTS)[list(MUTANTS).index(names[1]) :]
-    names = names or list(MUTANTS)
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m tests.broken", description="Break the product on purpose.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a fault of tests/faults.toml; none: all")
+    parser.add_argument("--from", dest="first", metavar="NAME", help="this one, and all after it")
+    asked = parser.parse_args(arguments)
+    every = list(MUTANTS)
+    if unknown := {*asked.names, asked.first} - {*every, None}:
+        parser.error(f"{min(unknown)}: is no fault of tests/faults.toml")
+    names = asked.names or every[every.index(asked.first or every[0]) :]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = dict(zip(names, pool.map(tried, names), strict=True))
     survived = [name for name, was in found.items() if not was]
