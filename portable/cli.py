@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(error)
         return REFUSED
     except ReportedElsewhereError as error:
+        error.wait()
         return error.exit_code
     except RunError as error:
         report(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from converters.console import complain
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 USER_ERROR, RUN_ERROR = 2, 1
 """Exit codes."""
+REPORTING = 15.0  # seconds that a rank waits at most for the reports of others
 
 
 class UserError(Exception):
@@ -30,11 +32,15 @@ class MistakesError(UserError):
 
 
 class ReportedElsewhereError(Exception):
-    """Another rank reports the error. Exit with its code and print nothing."""
+    """Another rank reports the error. Print nothing, :meth:`wait`, and exit with its code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+    def wait(self) -> None:
+        """Let the other rank report: launchers end all ranks when the first one exits, this one as well."""
+        time.sleep(REPORTING)
 
 
 class MissingDataError(UserError):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.console import complain
 from portable.errors import (
+    REPORTING,
     RUN_ERROR,
     USER_ERROR,
     ReportedElsewhereError,
@@ -46,7 +47,6 @@ START_METHOD = "spawn"
 _LOOPBACK, _MEETING = "127.0.0.1", datetime.timedelta(minutes=10)
 OBEYING = 30.0  # seconds that ranks have to obey SIGTERM after the failure of another
 POLL = 0.1  # seconds between looks for the reports of other ranks
-REPORTING = 15.0  # seconds that a rank with an unexpected error waits for the reports of other ranks
 
 
 def check_variables() -> None:
@@ -287,7 +287,7 @@ def _rank_main(
         code = function(*arguments)
         _code_file(Path(scratch), rank).write_text(str(int(code)))
     except ReportedElsewhereError as error:
-        time.sleep(5 * POLL)  # let the reporting rank exit first
+        error.wait()
         os._exit(error.exit_code)
     except (UserError, RunError) as error:
         code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR

@@ -167,6 +167,7 @@ def test_a_refusal_is_told_once(
     assert len(lines) == 1 and told.format(port=port) in lines[0], done.stderr
     assert f"{Path(__file__).parents[2] / 'portable'}/" not in done.stderr
     assert "onnection" not in done.stderr.split("torch.distributed.elastic")[0]
+    assert done.stderr.count("exitcode  : 2 ") == (command == TORCHRUN), "the other rank waited"
     if command != TORCHRUN:
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert command != LAUNCHER or done.stderr.count("\n") == 1
