@@ -169,7 +169,7 @@ def grown(config: RunConfig) -> tuple[int, int]:
 @pytest.mark.slow
 def test_host_memory_does_not_grow_with_the_model(corpus: Path, tmp_path: Path) -> None:
     beyond = []
-    for layers in (2, 8):
+    for layers in (2, 14):  # the twelve more are 78 MiB in bf16
         folder = tmp_path / f"model{layers}"
         sizes = {"num_hidden_layers": layers, "hidden_size": 512, "intermediate_size": 1536}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**TINY_MODEL, **sizes}))
@@ -181,4 +181,4 @@ def test_host_memory_does_not_grow_with_the_model(corpus: Path, tmp_path: Path) 
         whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         assert size < 0.3 * whole
         beyond.append(most - size)
-    assert beyond[1] < beyond[0] + 16 * 2**20, beyond
+    assert beyond[1] < beyond[0] + 40 * 2**20, beyond
