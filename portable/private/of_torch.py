@@ -224,10 +224,7 @@ dump_nccl_trace = _torch.function("torch._C._distributed_c10d:_dump_nccl_trace",
 
 @_torch.needed_for("data.num_workers")
 def abandon_workers(batches: Any) -> None:
-    """End the workers of a ``DataLoader``'s iterator, one of which was killed.
-
-    Left to itself, torch would shut them down through a lock that the killed one may have held.
-    """
+    """End the workers of a ``DataLoader``'s iterator, one of which was killed; torch would wait for them."""
     for worker in getattr(batches, "_workers", ()):
         batches._shutdown = True
         worker.kill()

@@ -5,6 +5,7 @@ Under faults every sample is the right one, or the run ends with one line; nothi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -260,11 +261,13 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
     next(batches)
     generator: Any = batches._batches
     of_torch = generator.gi_frame.f_locals["batches"]
+    with contextlib.suppress(AttributeError):  # an event with a lock, with which the process may die
+        of_torch._workers_done_event._cond.acquire()
     os.kill(of_torch._workers[0].pid, signal.SIGKILL)
+    of_torch._workers[0].join(60)
     with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
         for _ in range(50):
             next(batches)
-    # torch does not shut it down, which would wait for ever for a lock that the process has died with.
     assert of_torch._shutdown
     assert [worker.join(60) or worker.is_alive() for worker in of_torch._workers] == [False]
 

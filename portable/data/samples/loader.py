@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import queue
 import threading
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -198,7 +200,8 @@ def _worker_batches(
 ) -> Iterator[Batch]:
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if server else "spawn")
+    context: Any = copy.copy(multiprocessing.get_context("forkserver" if server else "spawn"))
+    context.Event = partial(_Flag, context)
     # Linux kills the server when the thread that started it ends, so only the main thread may bind it.
     if server and threading.current_thread() is threading.main_thread():
         from multiprocessing.forkserver import _forkserver
@@ -253,6 +256,19 @@ def _killed() -> RunError:
         "data.num_workers: a process that prepares batches was killed, most likely for lack of memory; free "
         "some or lower data.num_workers, and run the same command again"
     )
+
+
+class _Flag:
+    """An event that processes share without a lock: one that is killed while it looks would keep a lock."""
+
+    def __init__(self, context: Any) -> None:
+        self._byte = context.RawValue("b", 0)
+
+    def set(self) -> None:
+        self._byte.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._byte.value)
 
 
 class _Listed(Sampler[Places]):
