@@ -466,7 +466,7 @@ def _source_of(target: Any) -> str | None:
     # Python finds no class of a notebook, whose cells are no files. Its methods know their cell; a class
     # without any is looked for in all, the newest first.
     files = [getattr(getattr(one, "__code__", None), "co_filename", "") for one in vars(target).values()]
-    cells = [name for name in reversed(linecache.cache) if not Path(name).is_file()]
+    cells = [name for name in reversed([*linecache.cache]) if not Path(name).is_file()]
     for file in (*filter(None, files), *cells):
         cell = "".join(linecache.getlines(file))
         if f"class {target.__name__}" not in cell:
@@ -485,7 +485,7 @@ def _names_in(text: str) -> set[str]:
 
 def installed() -> dict[str, str]:
     """The modules of a notebook or script that :func:`install` made in this process."""
-    names = [name for name in sys.modules if name.startswith(NOTEBOOK)]
+    names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 
 

@@ -77,7 +77,7 @@ def matched_by(matcher: Matcher) -> Iterator[None]:
     """Within this context, peft matches the patterns of an adapter's settings by ``matcher``."""
     matching: Any = peft.tuners.tuners_utils
     theirs = matching.re
-    loaded = [module for name, module in sys.modules.items() if name.startswith("peft.")]
+    loaded = [module for name, module in [*sys.modules.items()] if name.startswith("peft.")]
     modules: list[Any] = [module for module in loaded if vars(module).get("re") is theirs]
     for module in modules:
         module.re = SimpleNamespace(
