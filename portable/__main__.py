@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from portable.cli import main
+from portable.cli import program
 
-sys.exit(main())
+sys.exit(program())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import FAILED, REFUSED, command
 from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
+from portable.ranks.ending import ends_with
 from portable.ranks.parent_death import die_with_parent
 from portable.terminal import be_quiet, loading, tell
 
@@ -62,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         report(error)
         return error.exit_code if isinstance(error, StoppedError) else FAILED
+
+
+def program() -> int:
+    """:func:`main` as a process of its own, which may be a rank of a launcher."""
+    code = main()
+    return code if os.environ.get("WORLD_SIZE", "1") == "1" else ends_with(code)
 
 
 def _without_local_rank(argv: Sequence[str]) -> list[str]:
@@ -170,4 +177,4 @@ def _may_replace(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from gpu.zero import private_api
 from portable.checkpoint.store import in_background
 from portable.engines.staging import WriteHandle, staged
+from portable.errors import one_line
 from portable.model.parameters import adapted, stored_tensors
-from portable.ranks.collectives import background_group
+from portable.ranks.collectives import background_group, gather_text
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
@@ -97,11 +98,10 @@ class ZeroSaver:
                     _sync(path)
         except Exception as error:
             failure = error
-        if group is not None:
-            failed = torch.tensor(float(failure is not None))
-            dist.all_reduce(failed, group=group)
-            if failed and failure is None:
-                raise OSError(f"{int(failed)} of {dist.get_world_size()} ranks failed to write their files")
+        reasons = gather_text("" if failure is None else one_line(failure), group)
+        if failure is None and any(reasons):
+            told = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+            raise OSError("; ".join(told))
         if failure is not None:
             raise failure
 

@@ -42,12 +42,12 @@ def any_rank(flag: bool) -> bool:
     return bool(_FLAG.item())
 
 
-def gather_text(text: str) -> list[str]:
-    """Gather ``text`` of all ranks in rank order. A collective call."""
+def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Gather ``text`` of all ranks in rank order. A collective call, of ``group`` or of the default one."""
     if not dist.is_initialized():
         return [text]
     texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    dist.all_gather_object(texts, text, group=group)
     return texts
 
 

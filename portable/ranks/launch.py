@@ -30,6 +30,7 @@ from portable.errors import (
 )
 from portable.formatting import human_count
 from portable.ranks import watchdog
+from portable.ranks.ending import ends_with
 from portable.ranks.parent_death import die_with_parent, spawned_die_with_us
 from portable.temporary_folder import scratch_folder, temporary_files_in
 from portable.terminal import at_a_terminal, tell
@@ -286,6 +287,7 @@ def _rank_main(
     try:
         code = function(*arguments)
         _code_file(Path(scratch), rank).write_text(str(int(code)))
+        ends_with(0)  # the code of this process: the launcher reads that of the run from the file
     except ReportedElsewhereError as error:
         error.wait()
         os._exit(error.exit_code)
