@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +25,6 @@ from portable.run.rank import run_rank
 from tests.ranks import wait_for
 from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 AT_MOST = 300  # seconds, for whatever would otherwise be waited for without end
 
@@ -236,19 +232,8 @@ def _rank_function(how: str) -> int:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         return 0
-    if how == "is left":
-        sys.left = Left()  # type: ignore[attr-defined]
-        atexit.register(os.write, 2, b"handlers run\n")
-        return 0
     time.sleep(2 * AT_MOST)
     return 0
-
-
-class Left:
-    """What aborts the process if the interpreter frees it, as threads of gloo do now and then."""
-
-    def __del__(self, abort: Callable[[], NoReturn] = os.abort) -> None:  # whose module may be gone by then
-        abort()
 
 
 def listening(pid: int) -> set[str]:
@@ -277,8 +262,6 @@ def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
         patch.setattr("portable.ranks.launch.REPORTING", 1.0)  # the other rank never reports
     if how == "asked twice":
         threading.Thread(target=ask_twice).start()
-    if how == "is left":  # forks of the zygote end in another way
-        patch.setattr("portable.ranks.launch.START_METHOD", "spawn")
     try:
         launch(_rank_function, (how,), ranks=2, memory_advice="set this lower")
     except (UserError, RunError) as error:
@@ -325,14 +308,21 @@ def test_what_a_launcher_says_of_its_ranks(how: str, tmp_path: Path, zygote: Zyg
     assert errors.count("Traceback (most recent") == (how == "breaks")
 
 
-def test_ranks_end_without_freeing_the_interpreter(tmp_path: Path, zygote: Zygote) -> None:
-    """The exit handlers run, and the code is that of the command."""
-    told, errors = reported(zygote, tmp_path, "is left")
-    assert (told, errors.count("handlers run")) == ("", 2), errors
-    call = "import sys; from tests.portable.test_launch import Left; from portable.cli import program;"
-    call += "sys.left = Left(); sys.argv[1:] = ['--nothing']; sys.exit(program())"
-    ranks = {**os.environ, "WORLD_SIZE": "2"}
-    assert subprocess.run([sys.executable, "-c", call], env=ranks, timeout=AT_MOST).returncode == 2
+@pytest.mark.parametrize(
+    ("rank", "code"),
+    [
+        ("from portable.ranks.launch import launch; launch(leave, (), ranks=2)", 0),
+        ("from portable.cli import program; leave(); sys.argv[1:] = ['--nothing']; sys.exit(program())", 2),
+    ],
+    ids=["launcher", "torchrun"],
+)
+def test_ranks_end_without_freeing_the_interpreter(rank: str, code: int) -> None:
+    """But after their exit handlers. Real processes: forks of the zygote end in another way."""
+    words = [sys.executable, "-c", f"import sys; from tests.left import leave; {rank}"]
+    environment = {**os.environ, "WORLD_SIZE": "2"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=AT_MOST)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.count("handlers run") == (1 if code else 2)
 
 
 def test_local_ranks_listen_on_the_loopback_interface_only(tmp_path: Path, zygote: Zygote) -> None:
