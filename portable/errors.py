@@ -53,7 +53,8 @@ class DamagedError(UserError):
 
 def one_line(text: object) -> str:
     """Fold ``text`` into one printable line, so that an error is exactly one line on stderr."""
-    folded = " ".join(str(text).split())
+    said = str(text) or (repr(text) if isinstance(text, Exception) else "")
+    folded = " ".join(said.split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in folded)
 
 

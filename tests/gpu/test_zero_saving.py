@@ -79,8 +79,10 @@ def test_what_is_written_later_is_the_step_that_was_saved(
     assert ranks.run(2, save_both_ways, config, tmp_path) == []
 
 
-def leg_with_a_full_disk(folder: Path, corpus: Path, settings: dict[str, Any], full_rank: int) -> str:
-    """Train while ``full_rank``'s second checkpoint cannot be written; the error of this rank's run."""
+def leg_with_a_full_disk(
+    folder: Path, corpus: Path, settings: dict[str, Any], full_rank: int, error: Exception
+) -> str:
+    """Train while ``error`` meets ``full_rank``'s second checkpoint; the error of this rank's run."""
     import os
 
     write, written = zero_saving._File.write, 0
@@ -89,7 +91,7 @@ def leg_with_a_full_disk(folder: Path, corpus: Path, settings: dict[str, Any], f
         nonlocal written
         written += "step-000002" not in str(file.path)
         if written and int(os.environ["RANK"]) == full_rank:
-            raise OSError(28, "No space left on device")
+            raise error
         write(file)
 
     # The second to end may find the first gone, which has told of it.
@@ -100,15 +102,18 @@ def leg_with_a_full_disk(folder: Path, corpus: Path, settings: dict[str, Any], f
     return str(caught.value)
 
 
-@pytest.mark.parametrize("full_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("full_rank", "error", "words"),
+    [(0, OSError(28, "No space left on device"), "No space left"), (1, MemoryError(), "MemoryError()")],
+)
 def test_a_save_that_fails_ends_the_run(
-    full_rank: int, tmp_path: Path, corpus: Path, ranks: RankPool
+    full_rank: int, error: Exception, words: str, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    """The disk is full for one rank; each learns why, and what is left is named."""
+    """One rank cannot write; each learns why, and what is left is named."""
     settings = {"strategy": "zero2", "checkpoint__every_steps": 2}
-    told = ranks.run(2, leg_with_a_full_disk, tmp_path / "run", corpus, settings, full_rank)
+    told = ranks.run(2, leg_with_a_full_disk, tmp_path / "run", corpus, settings, full_rank, error)
     assert "step-000004: could not be written" in told
-    assert "No space left" in told
+    assert words in told
     assert told.endswith("last good checkpoint: " + str(tmp_path / "run" / "checkpoints" / "step-000002"))
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert "step-000002" in names
