@@ -22,8 +22,8 @@ from tests.zygote import Zygote
 
 def kill_forks(run: Run) -> None:
     """SIGKILL for what stands for the launch here, and for the fork that it is, which would outlive that."""
+    forks = run.processes()  # now: one that is ending shows no files, and still has the lock of the folder
     run.signal(signal.SIGKILL)
-    forks = run.processes()
     for pid in forks:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
