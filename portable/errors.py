@@ -52,8 +52,8 @@ class DamagedError(UserError):
 
 
 def one_line(text: object) -> str:
-    """Fold ``text`` into one printable line, so that an error is exactly one line on stderr."""
-    said = str(text) or (repr(text) if isinstance(text, Exception) else "")
+    """Fold ``text``, or the name of an exception without one, into one printable line for stderr."""
+    said = str(text) or (type(text).__name__ if isinstance(text, BaseException) else "")
     folded = " ".join(said.split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in folded)
 

@@ -99,7 +99,7 @@ def _blame(name: str, error: BaseException) -> str:
         return one_line(f"{name}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}; {remedy}")
     if isinstance(error, RecursionError):
         return f"{name}: not a config file: nested too deeply"
-    return one_line(f"{name}: not valid YAML: {str(error) or type(error).__name__}")
+    return one_line(f"{name}: not valid YAML: {one_line(error)}")
 
 
 @dataclass

@@ -178,7 +178,7 @@ class Hub:
 
 def _reason(error: BaseException) -> str:
     """The cause in one short line."""
-    text = one_line(error) or type(error).__name__
+    text = one_line(error)
     return text if len(text) <= 300 else text[:297] + "..."
 
 

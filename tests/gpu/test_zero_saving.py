@@ -95,8 +95,8 @@ def leg_with_a_full_disk(
         write(file)
 
     # The second to end may find the first gone, which has told of it.
-    kinds = (RunError, ReportedElsewhereError)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(kinds) as caught:
+    ended = pytest.raises((RunError, ReportedElsewhereError))
+    with pytest.MonkeyPatch.context() as patch, ended as caught:
         patch.setattr(zero_saving._File, "write", failing)
         leg(folder, corpus, settings)
     return str(caught.value)
@@ -104,7 +104,7 @@ def leg_with_a_full_disk(
 
 @pytest.mark.parametrize(
     ("full_rank", "error", "words"),
-    [(0, OSError(28, "No space left on device"), "No space left"), (1, MemoryError(), "MemoryError()")],
+    [(0, OSError(28, "No space left on device"), "No space left"), (1, MemoryError(), "MemoryError); last")],
 )
 def test_a_save_that_fails_ends_the_run(
     full_rank: int, error: Exception, words: str, tmp_path: Path, corpus: Path, ranks: RankPool
