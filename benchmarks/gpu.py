@@ -534,8 +534,8 @@ def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> di
         for _ in range(rounds):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            found[TO_HOST].append(timed(engine._host.fetch_gradients, device))
-            found[TO_DEVICE].append(timed(engine._host.copy_back, device))
+            found[TO_HOST].append(timed(engine._host_copies.fetch_gradients, device))
+            found[TO_DEVICE].append(timed(engine._host_copies.copy_back, device))
         del engine, parameters, parameter
     free_memory(device)
     with _engine(case, device, folder, {}) as (run, engine):
@@ -578,7 +578,7 @@ def _state(engine: Any) -> list[torch.Tensor]:
     """The tensors of a checkpoint: weights and moments."""
     from portable.engines.fsdp.optimizer_state import to_store
 
-    optimizer = to_store(engine._optimizer, engine._trained)
+    optimizer = to_store(engine._optimizer, engine._optimized)
     moments = [value for values in optimizer["state"].values() for value in values.values()]
     values = [*state_tensors(engine.model).values(), *moments]
     return [value.detach() for value in values if isinstance(value, torch.Tensor)]

@@ -1,12 +1,14 @@
-"""What differs between accelerators in training: two protocols. :mod:`portable.registry` has the backends.
+"""Interfaces between the training loop and an accelerator.
 
-A :class:`Backend` starts the process group or runtime, places batches, reduces numbers and prepares a model.
-:meth:`Backend.prepare` returns an :class:`Engine`: the sharded model with its optimizer. The training loop
-(:mod:`portable.loop`) uses only these two.
+A :class:`Backend` is a machine: it starts the process group or the runtime, places batches on the device,
+reduces numbers over ranks and prepares a model. :meth:`Backend.prepare` returns an :class:`Engine`, which is
+the sharded model with its optimizer. The training loop (:mod:`portable.loop`) uses only these two protocols,
+so it contains no code for a specific accelerator. :mod:`portable.registry` lists the backends.
 
-A *rank* is one process of the run; the *world size* is the number of ranks. A rank drives one device, or, on
-XLA, all devices of its host as one. The *global batch* is the sequences of one optimizer step over all ranks;
-a *micro-batch* is what a rank runs through the model at a time.
+A *rank* is one process of the run, and the *world size* is the number of ranks. A rank drives one device. On
+XLA, a rank drives all devices of its host as if they were one device. The *global batch* consists of all
+sequences of one optimizer step, over all ranks. A *micro-batch* consists of the sequences that a rank runs
+through the model at once.
 """
 
 from __future__ import annotations
@@ -30,142 +32,187 @@ if TYPE_CHECKING:
     from portable.optim.non_finite import Health
 
 Batch = dict[str, torch.Tensor]
-"""Keyword arguments of ``model.forward``, int64 ``[micro_batch, seq_len]``, and ``labels``: aligned with the
-logits (already shifted), -100 where there is no target. A classifier's labels may be float32 with NaN
-where there is no target."""
+"""Keyword arguments of ``model.forward`` and the ``labels``, int64 tensors of shape ``[micro_batch,
+seq_len]``.
+
+The labels are already shifted, so they are aligned with the logits. They are -100 at positions without a
+target. The labels of a classifier may be float32, with NaN at positions without a target.
+"""
 
 
 class SaveHandle(Protocol):
-    """A checkpoint that is being written."""
+    """Handle of a checkpoint that is being written."""
 
     def done(self) -> bool:
-        """Whether this rank's files are written; on rank 0, whether all ranks' are."""
+        """Return whether the files of this rank are written.
+
+        Rank 0 returns whether the files of all ranks are written.
+        """
 
     def wait(self) -> None:
-        """Block until :meth:`done`; raise the error of a failed write."""
+        """Block until :meth:`done` returns True.
+
+        Raises:
+            BaseException: The error of a failed write, as the writer raised it.
+        """
 
 
 class Engine(Protocol):
-    """A sharded model with its optimizer."""
+    """Sharded model with its optimizer."""
 
     model: nn.Module
-    """The transformers model itself, under its plain parameter names."""
+    """The transformers model, with its original parameter names."""
 
     objective: Objective
-    """Its loss."""
+    """The loss that the engine minimizes."""
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill this rank's slices of the parameters and persistent buffers named in ``weights``."""
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Load weights and optimizer state; each rank reads only its own slices."""
-
-    def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write this rank's shards into ``folder``, in the strategy's native format; all ranks call it.
+        """Fill this rank's shards of parameters and persistent buffers.
 
         Args:
-            folder: exists on this rank's host. Ranks may share it, or each have its own.
-            background: return once the state is copied to host memory, and write during training.
+            weights: Full tensors by parameter or buffer name. Names that are missing keep their values.
+        """
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load model weights and optimizer state. Each rank reads only its own shards."""
+
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        """Write this rank's shards in the native format of the strategy. All ranks must call this method.
+
+        Args:
+            folder: Existing folder on the host of this rank. Ranks may share one folder or have one each.
+            background: Whether to return as soon as the state is copied to host memory, and to write the
+                files while the training continues.
+
+        Returns:
+            A handle that reports when the files are written.
         """
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        """Forward and backward of one micro-batch.
+        """Run the forward and backward pass of one micro-batch. Does not sync the host.
 
         Args:
-            batch: from :meth:`Backend.place`.
-            valid: what the global batch weighs (its target tokens, unless ``train.loss`` says otherwise), a
-                device scalar from :meth:`Backend.total`; divides the summed losses.
-            last: whether the optimizer steps next, so gradients must be reduced now.
+            batch: Micro-batch on the device, from :meth:`Backend.place`.
+            valid: Number of target tokens of the global batch, or the sum of their weights if ``train.loss``
+                defines weights. A device scalar from :meth:`Backend.total`, by which the summed loss is
+                divided.
+            last: Whether this is the last micro-batch before :meth:`update`, so that gradients have to be
+                reduced over ranks now.
 
         Returns:
-            this rank's share of the global mean loss, an fp32 device scalar (no host sync). If the loss has
-            numbers to log, ``[1 + numbers]``: the loss, and its share of each.
+            The contribution of this micro-batch to the global mean loss, an fp32 device scalar. If the loss
+            logs further values, the shape is ``[1 + numbers]``: first the loss, then the contribution to each
+            value.
         """
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
-        """Clip, step, zero. Skips an update whose loss or norm is not finite, on all ranks alike.
+        """Clip the gradients, take an optimizer step and reset the gradients. Does not sync the host.
 
-        A skipped update leaves weights, moments and step counts bit for bit unchanged. After as many skipped
-        updates in a row as ``train.on_non_finite`` allows (stop: one), every later update is skipped too.
+        If the loss or the gradient norm is not finite, all ranks skip the update. A skipped update leaves
+        weights, moments and step counts unchanged to the bit. ``train.on_non_finite`` limits the number of
+        consecutive skipped updates (``stop`` allows one). Once the limit is reached, every later update is
+        skipped, too.
 
         Args:
-            learning_rate: of this step.
-            max_norm: bound of the global gradient norm; 0 does not clip.
-            loss: the global loss of this step, a device scalar.
+            learning_rate: Learning rate of this step.
+            max_norm: Upper bound of the global gradient norm. 0 disables clipping.
+            loss: Global loss of this step, a device scalar.
 
         Returns:
-            the gradient norm before clipping, an fp32 device scalar (no host sync).
+            The global gradient norm before clipping, an fp32 device scalar.
         """
 
     def health(self) -> Health:
-        """Read the device's count of skipped updates. A host sync: call it when logging.
+        """Read the counters of skipped updates from the device. Syncs the host, so call it only when logging.
 
         Raises:
-            RunError: where the engine knows a more exact cause (an fp16 loss scale at its minimum).
+            RunError: If updates failed for a cause that the engine can name, such as an fp16 loss scale at
+                its minimum.
         """
 
     def nonfinite_gradients(self) -> list[str]:
-        """Names of parameters whose accumulated gradient is not finite in this rank's shard, in model order.
+        """Return the names of parameters with a non-finite accumulated gradient, in model order.
 
-        A host sync. All ranks call it, before :meth:`update`.
+        Each rank inspects its own shards. All ranks must call this method, before :meth:`update`. Syncs the
+        host.
         """
 
     def evaluate(
         self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Add up one micro-batch of an evaluation. No host sync.
+        """Run the forward pass of one evaluation micro-batch and accumulate its metrics.
+
+        Does not sync the host.
 
         Args:
-            batch: from :meth:`Backend.place`.
-            measure: what to add up besides the summed ``loss``.
-            totals: of this rank's earlier micro-batches; empty for the first.
+            batch: Micro-batch on the device, from :meth:`Backend.place`.
+            measure: Function that computes the metrics to accumulate in addition to the summed ``loss``.
+            totals: Totals over the previous micro-batches of this rank. Empty for the first micro-batch.
 
         Returns:
-            ``totals`` with this micro-batch, by name: int64 or float64 tensors on the device. On XLA they are
-            those of all ranks.
+            The new totals by metric name, int64 or float64 tensors on the device. On XLA the totals are
+            already summed over all ranks.
         """
 
     def swap_ema_weights(self) -> None:
-        """Exchange weights and their average (``train.ema``); again: back. No host sync."""
+        """Swap the weights with their exponential moving average (``train.ema``). Does not sync the host.
+
+        A second call swaps them back.
+        """
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """Continue ``prompt``, int64 ``[1, length]``; all ranks call it."""
+        """Sample a continuation of a prompt. All ranks must call this method.
+
+        Args:
+            prompt: Token ids, an int64 tensor of shape ``[1, length]``.
+            max_new_tokens: Maximum number of tokens to generate.
+            seed: Seed of the sampling.
+
+        Returns:
+            Token ids of the prompt and its continuation, an int64 tensor ``[1, length + added]`` on the host.
+        """
 
 
 class Diagnostics:
-    """What a backend reports for debugging. Training does not depend on it; by default there is nothing."""
+    """Debugging information of a backend.
+
+    Training does not depend on this class, and its default methods do nothing.
+    """
 
     def record_memory(self) -> None:
-        """Record the history of device allocations from now on, for :meth:`dump_memory`."""
+        """Start recording the history of device allocations, to be written by :meth:`dump_memory`."""
 
     def dump_memory(self, path: Path) -> None:
-        """Write the history of allocations, and what is allocated now, as the device's own tools read it."""
+        """Write the history of device allocations and a snapshot, in the format of the device's own tools."""
 
     def dump_collectives(self, folder: Path) -> None:
-        """Write the last collectives of this rank's device, where a record is kept."""
+        """Write the most recent collectives of this rank's device, if the device records them."""
 
     def driver_memory(self) -> tuple[int, int] | None:
-        """Bytes in use on this rank's device and its total, as the driver counts them; None: no driver.
+        """Query the driver for the memory of this rank's device.
 
-        Includes what libraries and other processes hold.
+        Returns:
+            Bytes in use and bytes in total. The first figure includes the memory of libraries and of other
+            processes. None if the backend cannot query a driver.
         """
         return None
 
 
 class Backend(Protocol):
-    """The devices that this process drives, and its link to the other ranks."""
+    """The devices of this process and its connection to the other ranks."""
 
     name: str
     rank: int
     world_size: int
     device: torch.device
     one_program: bool
-    """Whether all ranks run one program on one logical batch (SPMD), so all need the same random numbers."""
+    """Whether all ranks run one program on one logical batch (SPMD), so that all need the same random
+    numbers."""
     diagnostics: Diagnostics
 
     @property
     def devices_per_rank(self) -> int:
-        """Devices that this rank drives."""
+        """Number of devices that this rank drives."""
 
     def start(self) -> None:
         """Join the process group, or start the runtime."""
@@ -174,74 +221,101 @@ class Backend(Protocol):
         """Destroy the process group."""
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        """Shard a model from the meta device and build its optimizer. The weights stay uninitialized."""
+        """Shard a model and build its optimizer.
+
+        Args:
+            model: Model on the meta device.
+            config: Config of the run.
+
+        Returns:
+            The engine. Its weights are not initialized yet.
+        """
 
     def fits(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
-        """Run ``steps`` with an engine like :meth:`prepare`'s; return whether it fits device memory.
+        """Try training steps on a temporary engine, to find out whether they fit into device memory.
 
-        The engine uses no collective of the run, so an out-of-memory error blocks no other rank, and is freed
-        afterwards. Its numbers are meaningless; its allocations are the run's. Call it before :meth:`start`
-        or after :meth:`leave`.
+        The temporary engine allocates the same memory as the engine of the run, but computes meaningless
+        values. It uses none of the run's collectives, so an out-of-memory error on one rank does not block
+        other ranks. It is freed before this method returns. Call this method before :meth:`start` or after
+        :meth:`leave`.
 
         Args:
-            build: makes the model on the meta device.
-            config: of the run.
-            steps: takes training steps with this backend and the engine.
+            build: Function that builds the model on the meta device.
+            config: Config of the run.
+            steps: Function that takes training steps with this backend and the given engine.
 
         Returns:
-            None, without a trial, where running out of memory cannot be caught.
+            Whether the steps fit. None, without a trial, if this backend cannot catch out-of-memory errors.
         """
 
     def ran_out_of_memory(self, error: BaseException) -> bool:
-        """Whether ``error`` is an out-of-memory error of the device."""
+        """Return whether ``error`` is an out-of-memory error of the device."""
 
     def leave(self) -> None:
-        """Stop using the process group without destroying it: closed connections would fail other ranks."""
+        """Stop using the process group, but keep its connections open.
+
+        Closed connections would make the collectives of other ranks fail.
+        """
 
     def seed(self, value: int) -> None:
-        """Seed this rank's device generator (dropout). No host sync."""
+        """Seed the random number generator of this rank's device, for dropout. Does not sync the host."""
 
     def place(self, batch: Batch) -> Batch:
-        """Copy a micro-batch to the device. No host sync."""
+        """Copy a micro-batch to the device. Does not sync the host."""
 
     def total(self, count: float) -> Tensor:
-        """Sum a host number over all ranks into a device scalar: int64, or a float if it is. No host sync."""
+        """Sum a host number over all ranks into a device scalar. Does not sync the host.
+
+        Returns:
+            An int64 scalar if ``count`` is an integer, otherwise a floating-point scalar.
+        """
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum a small device tensor over all ranks. No host sync."""
+        """Sum a small device tensor over all ranks. Does not sync the host."""
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device tensors to the host, flattened and one after another.
+        """Copy device tensors to the host. This is the only host sync of the training loop.
 
-        The only host sync of the training loop.
+        Returns:
+            The flattened values of all tensors, concatenated in the given order.
         """
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on any rank. A collective over the host: no device sync."""
+        """Return whether ``flag`` is True on any rank. A host collective, which does not sync the device."""
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's ``text``, by rank. A collective over the host."""
+        """Return the ``text`` of every rank, ordered by rank. A host collective."""
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Block until all ranks have called this method."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes in use now and at the peak, on this rank's device (resident host memory on CPU)."""
+        """Return the current and the peak memory use of this rank's device in bytes.
+
+        The CPU backend returns the resident memory of the process.
+        """
 
     def shape_multiple(self, precision: str) -> int | None:
-        """Elements that matrix sizes should be multiples of for full speed; None: no preference."""
+        """Return the number of elements that matrix sizes should be multiples of to reach full speed.
+
+        Returns None if the device runs all matrix sizes equally well.
+        """
 
     def peak_flops(self, precision: str) -> float | None:
-        """Dense peak FLOP/s of one device in ``precision``, from its data sheet; None where unknown."""
+        """Return the peak dense FLOP/s of one device in ``precision``, from its data sheet.
+
+        Returns None if the peak of the device is unknown.
+        """
 
     def metrics(self) -> dict[str, float]:
-        """More metrics of this backend, by name, for ``metrics.jsonl``."""
+        """Return further metrics of this backend by name, to be written to ``metrics.jsonl``."""
 
 
 def host_memory() -> tuple[int, int]:
     """Return the current and the peak resident memory of this process in bytes."""
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     statm = Path("/proc/self/statm")

@@ -1,4 +1,10 @@
-"""The training loop, the same for every backend, strategy and world size; and what SIGTERM does to it."""
+"""Training loop shared by all backends, strategies and world sizes.
+
+:func:`train` runs a launch, :func:`steps` iterates over its optimizer steps, and :func:`train_step` takes one
+step. The loop reaches the device only through a :class:`portable.backend.Backend` and a
+:class:`portable.backend.Engine`. SIGTERM and SIGINT stop the loop after the current step
+(:func:`stop_signals`).
+"""
 
 from __future__ import annotations
 
@@ -27,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The global mean loss and the gradient norm of an optimizer step, as scalars on the device.
+    """Result of an optimizer step. The tensors stay on the device, so that creating a result does not sync.
 
     Attributes:
-        loss: the mean over the valid tokens of the global batch.
-        grad_norm: before clipping.
-        numbers: what ``train.loss`` logs beside the loss, in one tensor ``[numbers]``; None if nothing.
-        learning_rate: of the step.
+        loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
+        grad_norm: Global gradient norm before clipping, an fp32 scalar.
+        numbers: Further values that ``train.loss`` logs, shape ``[numbers]``. None if it logs only the loss.
+        learning_rate: Learning rate of the step.
     """
 
     loss: Tensor
@@ -44,14 +50,14 @@ class StepResult:
 
 @dataclass
 class Progress:
-    """The state of the run.
+    """Progress of the run, which a resumed run restores from its checkpoint.
 
     Attributes:
-        step: optimizer steps done.
-        samples: samples consumed, which is the position in the data.
-        skipped: steps with a skipped update, as of the last read from the device.
-        eval_history: what the evaluations came to.
-        ended: whether they ended the run early.
+        step: Number of optimizer steps taken.
+        samples: Number of samples consumed, which is also the position in the data.
+        skipped: Number of steps whose update was skipped, as of the last read from the device.
+        eval_history: Best evaluation results and early-stopping counters.
+        ended: True if early stopping has ended the run.
     """
 
     step: int
@@ -62,52 +68,82 @@ class Progress:
 
 
 class Callback:
-    """What happens beside the steps of a launch. A run has a list of them, whose order is the order of calls.
+    """Base class of the hooks that the training loop calls between steps.
 
-    One of the user's, such as ``my_package.my_module:MyCallback`` in ``train.callbacks``, has some of the
-    methods that begin with ``on_``, and need not be of this class. All are called on every rank. An exception
-    in one ends the run on all ranks. None may change the model. :meth:`on_step` comes after every step, so it
-    must not read from the device.
+    A run has an ordered list of callbacks, and each hook is called on every callback in that order. All hooks
+    run on every rank. An exception in a hook ends the run on all ranks.
+
+    A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, defines any of
+    the methods whose names begin with ``on_``. It does not have to inherit from this class. It must not
+    change the model. :meth:`on_step` is called after every step, so it must not read from the device, because
+    that would block the host until the device has finished the step.
+
+    Example:
+        Print the loss whenever it is logged::
+
+            class PrintLoss:
+                def on_log(self, run, values):
+                    print(run.step, values["loss"])
     """
 
     def on_start(self, run: Run) -> None:
-        """Before the first step of a launch."""
+        """Run before the first step of a launch."""
 
     def on_step(self, run: Run) -> None:
-        """After every step. Must not read from the device, unless something is logged, evaluated or saved."""
+        """Run after every step.
+
+        Reading from the device is allowed only if the step is logged, evaluated or saved.
+        """
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
-        """With the loss, the gradient norm, the learning rate and what ``train.loss`` logs."""
+        """Run when a step is logged.
+
+        Args:
+            run: The current run.
+            values: Logged values by name: the loss, the gradient norm, the learning rate and the values of
+                ``train.loss``.
+        """
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
-        """With the values of an evaluation, named as in metrics.jsonl."""
+        """Run after an evaluation.
+
+        Args:
+            run: The current run.
+            values: Results of the evaluation, by their names in ``metrics.jsonl``.
+        """
 
     def on_save(self, run: Run) -> None:
-        """A checkpoint of this step is being written."""
+        """Run when a checkpoint of the current step starts to be written."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step of a launch, before the export."""
+        """Run after the last step of a launch, before the model is exported."""
 
-    # -- not for the user's ------------------------------------------------------------------------------
+    # -- Internal hooks, not part of the interface of custom callbacks -----------------------------------
 
     def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """``batches`` of the steps or of an evaluation, looked after on their way."""
+        """Wrap the batch iterator of the training steps or of an evaluation."""
         return batches
 
     def skipped(self, run: Run, count: int, message: str) -> None:
-        """``count`` more updates were skipped; ``message`` describes the latest streak."""
+        """Run after updates were skipped.
+
+        Args:
+            run: The current run.
+            count: Number of updates skipped since the previous call.
+            message: Description of the most recent consecutive skips.
+        """
 
     def paused(self, run: Run, seconds: float) -> None:
-        """An evaluation or a save took ``seconds``."""
+        """Run after an evaluation or a save has paused the training for ``seconds``."""
 
     def completed(self, run: Run, checkpoint: Place) -> None:
-        """A checkpoint is complete; on rank 0 alone."""
+        """Run when a checkpoint is complete. Called only on rank 0."""
 
     def close(self) -> None:
-        """The launch has ended, whatever has happened."""
+        """Release resources at the end of a launch. Also called after a failure."""
 
     def call(self, method: str, run: Run, *values: Any) -> None:
-        """Call one of the methods above."""
+        """Call the hook named ``method`` with ``run`` and ``values``."""
         getattr(self, method)(run, *values)
 
 
@@ -122,11 +158,26 @@ def train_step(
     max_grad_norm: float,
     with_token_metrics: bool = True,
 ) -> StepResult:
-    """Take one optimizer step over the global batch that starts at ``first_sample``, without a host sync.
+    """Take one optimizer step without a host sync.
 
-    The loss is the mean over all valid tokens of the global batch, however they are spread over micro-batches
-    and ranks. They are counted (or weighed, as ``train.loss`` says) while the batches are still on the host,
-    and every micro-batch's summed loss is divided by the count.
+    The loss is the mean over all valid tokens of the global batch, independent of how the tokens are
+    distributed over micro-batches and ranks. The valid tokens of all micro-batches are counted first, while
+    the batches are still on the host. The summed loss of every micro-batch is then divided by the global
+    count. A custom ``train.loss`` may replace the count by weights.
+
+    Args:
+        backend: Backend of this rank.
+        engine: Model and optimizer of this rank.
+        micro_batches: Micro-batches of this rank, in host memory. ``plan.accumulation_steps`` of them are
+            consumed.
+        plan: Division of the global batch into micro-batches.
+        first_sample: Index of the first sample of the global batch. It determines the dropout seeds.
+        learning_rate: Learning rate of the step.
+        max_grad_norm: Upper bound of the global gradient norm. 0 disables clipping.
+        with_token_metrics: Whether to compute token accuracy and entropy, which only logged steps need.
+
+    Returns:
+        The global loss and gradient norm, on the device.
     """
     engine.objective.with_token_metrics = with_token_metrics
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
@@ -150,12 +201,21 @@ def steps(
     until: int,
     logs: Callable[[int], bool] = lambda step: True,
 ) -> Iterator[StepResult]:
-    """Take optimizer steps until ``progress.step`` is ``until`` or ``progress.ended``; all ranks do alike.
+    """Take optimizer steps until ``progress.step`` reaches ``until`` or ``progress.ended`` is set.
 
-    Yields what came of each, once ``progress`` has moved on. Without a host sync.
+    All ranks take the same number of steps. No step syncs the host with the device.
 
     Args:
-        logs: whether a step, from 1, is logged, and so measures hits and entropy beside its loss.
+        prepared: Backend, batch plan, schedule and config of the run.
+        engine: Model and optimizer of this rank.
+        micro_batches: Micro-batches of this rank, in host memory.
+        progress: Progress of the run. It is updated before each result is yielded.
+        until: Step number to stop at.
+        logs: Function that returns whether a step is logged, given its number (starting at 1). Logged steps
+            also compute token accuracy and entropy.
+
+    Yields:
+        The result of each step.
     """
     while progress.step < until and not progress.ended:
         result = train_step(
@@ -174,10 +234,15 @@ def steps(
 
 
 def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
-    """Train until step ``run.until``, with the callbacks of ``run`` beside the steps.
+    """Train until step ``run.until`` and call the callbacks of ``run`` after each step.
+
+    Args:
+        run: The run to train. Its ``result`` and ``stopped`` attributes are updated after each step.
+        micro_batches: Micro-batches of this rank, in host memory.
 
     Returns:
-        whether SIGTERM or SIGINT stopped the run early. A checkpoint is saved then, too.
+        True if SIGTERM or SIGINT stopped the run before its end. The callbacks save a checkpoint in this
+        case, too.
     """
     run.call("on_start")
     with stop_signals() as stop_requested:
@@ -191,27 +256,37 @@ def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
     return run.stopped and run.step < run.until and not run.progress.ended
 
 
-_STOPPING = b"\nstopping after this step and saving a checkpoint; again to stop now without saving\n"
+_STOP_MESSAGE = (
+    b"\nstopping after this step and saving a checkpoint; press Ctrl-C again to stop without saving\n"
+)
 
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGTERM and SIGINT into a request to stop after the step. A second signal has its usual effect."""
+    """Turn SIGTERM and SIGINT into a request to stop after the current step.
+
+    A second signal has its previous effect, so that a second Ctrl-C ends the process at once. A signal that
+    was ignored when the process started stays ignored. Outside the main thread, signal handlers cannot be set
+    and the request is never made.
+
+    Yields:
+        Function that returns whether a signal has been received.
+    """
     received = False
 
-    def request(number: int, _: object) -> None:
+    def request_stop(number: int, _: object) -> None:
         nonlocal received
         received = True
         signal.signal(number, previous[number])
         if at_a_terminal():
-            os.write(2, _STOPPING)  # print is not safe in a signal handler
+            os.write(2, _STOP_MESSAGE)  # os.write, because print is not safe in a signal handler
 
-    found = {int(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    previous = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
     try:
         for number in previous:
-            signal.signal(number, request)
-    except ValueError:  # only the main thread can set signal handlers
+            signal.signal(number, request_stop)
+    except ValueError:  # because only the main thread can set signal handlers
         yield lambda: False
         return
     try:

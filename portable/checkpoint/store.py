@@ -1,11 +1,13 @@
-"""Save, list and delete the checkpoints of a run.
+"""Saving, listing and deleting the checkpoints of a run.
 
-A checkpoint is a folder ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the
-model's config and tokenizer, ``trainer_state.json`` and a manifest of all files (:mod:`converters.manifest`).
+A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the native format of
+the strategy, the config and the tokenizer of the model, ``trainer_state.json``, and a manifest with the
+checksums of all files (:mod:`converters.manifest`).
 
-It is written into a local folder. On a disk that all ranks share this is ``.step-000100.partial``, which is
-then renamed; so a folder named by a step is always complete, even if the run was killed. For an object store
-each rank has a folder of its own, and its mirror uploads it; a marker completes the checkpoint there.
+On a disk that all ranks share, the ranks write into ``.step-000100.partial``, which rank 0 renames when all
+files are complete. A folder with the name of a step is therefore always a complete checkpoint, even if the
+run was killed. If the run is in an object store, each rank writes into a local folder, which its mirror
+uploads. A marker object, written last, makes the checkpoint complete.
 """
 
 from __future__ import annotations
@@ -52,11 +54,12 @@ if TYPE_CHECKING:
     from portable.output.mirror import Mirror
 
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
-_AGAIN = 5.0  # seconds between two attempts at the last save of a run
+_RETRY_SECONDS = 5.0
+"""Time between two attempts to write the last checkpoint of a run."""
 
 
 class AwayError(RunError):
-    """A save failed on a rank because the store is away, which may pass."""
+    """Error of a save that failed because the object store is unavailable. A later save may succeed."""
 
 
 @dataclass
@@ -64,12 +67,13 @@ class _Save(Generic[P]):
     """A save in progress.
 
     Attributes:
-        final: the path of the checkpoint.
-        written: this rank's folder of it.
-        write: waits for the shards and adds the other files; returns the manifest entries of this rank's.
-        manifest: the text of the manifest of all ranks' files.
-        best: the steps that are kept.
-        completion: its end or error.
+        final: Path of the checkpoint.
+        written: Local folder that this rank writes to.
+        write: Function that waits for the shards, adds the other files, and returns the manifest entries of
+            the files that this rank has to list.
+        manifest: Function that formats the manifest of all ranks' files.
+        best: Steps of the best checkpoints, which must not be deleted.
+        completion: Future that ends when the checkpoint is complete, or with the error of the save.
     """
 
     final: P
@@ -81,43 +85,51 @@ class _Save(Generic[P]):
 
     @cached_property
     def entries(self) -> Entries:
+        """Manifest entries of this rank's files, as :attr:`write` returns them."""
         return self.write()
 
 
-class _Together:
-    """What all ranks do, and fail at, alike.
+class _AllRanks:
+    """Runner of functions on all ranks. A failure on one rank is raised on all ranks.
 
     Args:
-        outage: seconds for which it may fail because the store is away.
+        outage: Seconds for which functions may fail because the object store is unavailable.
     """
 
     def __init__(self, outage: float) -> None:
         self._outage = outage
         self.away_since: float | None = None
+        """Time of the first failure of the current outage. None if the store is available."""
 
     @cached_property
     def group(self) -> Any:
-        from portable.ranks.collectives import background_group  # not at the top: imports torch
+        """Process group for the collectives of background threads. None if there is only one rank."""
+        from portable.ranks.collectives import background_group  # not at the top, because it imports torch
 
         return background_group()
 
-    def __call__(self, act: Callable[[], Entries | None]) -> Entries:
-        """``act()`` on every rank; the entries of all. Raises on all ranks if it failed on one of them.
+    def __call__(self, function: Callable[[], Entries | None]) -> Entries:
+        """Call ``function`` on every rank and gather the manifest entries that it returns.
+
+        Returns:
+            The manifest entries of all ranks.
 
         Raises:
-            AwayError: the store is away on some rank, for less than the time of an outage so far.
+            AwayError: If the only cause of failures is that the object store is unavailable, for less than
+                the permitted outage.
+            RunError: If the function failed on another rank for another reason.
         """
         failure: BaseException | None = None
         entries: Entries | None = None
         try:
-            entries = act()
+            entries = function()
         except BaseException as error:
             failure = error
-        passing = isinstance(failure, RetriesUsedUpError)
-        if passing:
+        temporary = isinstance(failure, RetriesUsedUpError)
+        if temporary:
             self.away_since = self.away_since or time.monotonic()
-            passing = time.monotonic() - self.away_since < self._outage
-        ours = (None if failure is None else one_line(failure), passing, entries or {})
+            temporary = time.monotonic() - self.away_since < self._outage
+        ours = (None if failure is None else one_line(failure), temporary, entries or {})
         everyone = [ours]
         if self.group is not None:
             import torch.distributed as dist
@@ -128,23 +140,26 @@ class _Together:
         if failures and all(away for _, _, away in failures):
             self.away_since = self.away_since or time.monotonic()
             raise AwayError(failures[0][1])
-        if failure is not None and not passing:
+        if failure is not None and not temporary:
             raise failure
         for rank, text, away in failures:
             if not away:
                 raise RunError(f"rank {rank}: {text}")
-        return {name: entry for _, _, found in everyone for name, entry in found.items()}
+        return {name: entry for _, _, rank_entries in everyone for name, entry in rank_entries.items()}
 
 
 class Checkpoints(Generic[P]):
-    """The checkpoints of a run. Rank 0 completes them; saves never overlap.
+    """Checkpoints of a run.
+
+    At most one save is in progress at a time. Its last part, from waiting for the shards to deleting older
+    checkpoints, runs in a background thread. Only rank 0 completes and deletes checkpoints.
 
     Args:
-        path: the folder or URL of the checkpoints.
-        keep: number of checkpoints to keep; None for all.
-        rank: of this process.
-        mirror: what uploads them, for a URL that is written to.
-        outage_seconds: for how long saves may fail because the store is away.
+        path: Folder or URL that contains the checkpoints.
+        keep: Number of most recent checkpoints to keep. None keeps all checkpoints.
+        rank: Rank of this process.
+        mirror: Uploader of this rank's files. Required to write checkpoints if ``path`` is a URL.
+        outage_seconds: Seconds for which saves may fail because the object store is unavailable.
     """
 
     def __init__(
@@ -160,20 +175,25 @@ class Checkpoints(Generic[P]):
         self._keep = keep
         self._rank = rank
         self._mirror = mirror
-        self._together = _Together(outage_seconds)
-        self._unwanted: list[P] = []
-        """Folders that are to be deleted: old ones, and what failed saves left in the store."""
+        self._on_all_ranks = _AllRanks(outage_seconds)
+        self._to_delete: list[P] = []
+        """Folders to delete: old checkpoints, and files that failed saves left in the object store."""
         self._pending: _Save[P] | None = None
-        self._unsent: _Save[P] | None = None
-        """A save that failed because the store is away, until the next one replaces it."""
-        self._last: P | None = None  # the last complete checkpoint, as far as this rank knows
+        self._postponed: _Save[P] | None = None
+        """Save that failed because the object store was unavailable. The next save replaces it."""
+        self._newest: P | None = None
+        """Newest complete checkpoint that this rank has seen."""
         self.on_complete: Callable[[P], None] = lambda folder: None
-        """Called on rank 0 with each new checkpoint, where it was saved: mostly in a background thread."""
+        """Function that rank 0 calls with each new checkpoint, usually in a background thread."""
         self.in_use: Callable[[], set[int]] = set
-        """The steps of checkpoints that must not be deleted yet."""
+        """Function that returns the steps of checkpoints that must not be deleted yet."""
 
     def complete(self) -> list[tuple[int, P]]:
-        """Return the complete checkpoints as (step, folder), oldest first."""
+        """Find the complete checkpoints.
+
+        Returns:
+            Pairs of step and folder, oldest first.
+        """
         steps = [(step_of(folder.name), folder) for folder in folders_in(self.path)]
         return sorted(
             (
@@ -181,28 +201,38 @@ class Checkpoints(Generic[P]):
                 for step, folder in steps
                 if step is not None and (folder / STATE_FILE).is_file() and not is_unfinished(folder)
             ),
-            key=lambda one: one[0],
+            key=lambda checkpoint: checkpoint[0],
         )
 
     def latest(self) -> P | None:
-        """Return the newest complete checkpoint, or None."""
-        self._last = next((folder for _, folder in reversed(self.complete())), None)
-        return self._last
+        """Return the newest complete checkpoint, or None if no checkpoint is complete."""
+        self._newest = next((folder for _, folder in reversed(self.complete())), None)
+        return self._newest
 
     def newest_known(self) -> P | None:
-        """``latest()``, or the last that was seen while the store is away."""
+        """Return the newest complete checkpoint.
+
+        If the object store is unavailable, return the newest checkpoint that this rank has seen so far.
+        """
         with suppress(RetriesUsedUpError):
             return self.latest()
-        return self._last
+        return self._newest
 
     def set_aside(self, folder: P) -> P:
-        """Mark a damaged checkpoint so that it no longer counts, without deleting it; return its path."""
-        aside = set_aside(folder)
+        """Mark a checkpoint as damaged, so that it is no longer used. Its files are kept.
+
+        Returns:
+            The new path of the damaged checkpoint.
+        """
+        damaged_folder = set_aside(folder)
         self.latest()
-        return aside
+        return damaged_folder
 
     def remove_partial(self) -> None:
-        """Delete the files of interrupted saves. Called on rank 0, which holds the run's lock."""
+        """Delete the files of interrupted saves.
+
+        Call this method only on rank 0, because rank 0 holds the lock of the run.
+        """
         for entry in folders_in(self.path):
             if is_left_over(entry):
                 remove_folder(entry)
@@ -220,24 +250,26 @@ class Checkpoints(Generic[P]):
         save: Callable[[Path], SaveHandle],
         add_files: Callable[[Path], None],
     ) -> None:
-        """Start writing a checkpoint. A collective call; the checkpoint is complete after :meth:`finish`.
+        """Start writing a checkpoint. All ranks must call this method.
+
+        The checkpoint is complete when :meth:`finish` returns.
 
         Args:
-            backend: for barriers.
-            state: the contents of ``trainer_state.json``.
-            save: writes this rank's shards into a folder, possibly in the background.
-            add_files: writes the other files; called on rank 0.
+            backend: Backend that provides the barrier.
+            state: Contents of ``trainer_state.json``.
+            save: Function that writes this rank's shards into a folder, possibly in the background.
+            add_files: Function that writes all other files into a folder. Called only on rank 0.
         """
         self.finish()
         final = self.path / f"step-{state.step:06d}"
-        if self._unsent is not None:
-            shutil.rmtree(self._unsent.written, ignore_errors=True)
-            self._unwanted.append(self._unsent.final)
-            self._unsent = None
-        with self._failure(final):
-            written = self._open(final)
+        if self._postponed is not None:
+            shutil.rmtree(self._postponed.written, ignore_errors=True)
+            self._to_delete.append(self._postponed.final)
+            self._postponed = None
+        with self._wrap_errors(final):
+            written = self._create_folder(final)
         backend.barrier()
-        with self._failure(final):
+        with self._wrap_errors(final):
             handle = save(written)
 
         def write() -> Entries:
@@ -252,81 +284,107 @@ class Checkpoints(Generic[P]):
 
         best = {step for step, _ in state.eval_history.best}
         self._pending = _Save(final, written, write, manifest, best)
-        self._start()
+        self._start_completion()
 
     def finish_if_written(self) -> None:
-        """Finish a save that has ended, and raise its error if it failed. Does not wait."""
+        """Call :meth:`finish` if the save in progress has ended. Never blocks.
+
+        Raises:
+            RunError: If the save failed.
+        """
         if self._pending is not None and self._pending.completion.done():
             self.finish()
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait until the save in progress, if any, is complete.
+        """Wait until the save in progress, if there is one, is complete.
 
-        Where the store is away, training goes on without this checkpoint, and the next save tries again.
+        If the object store is unavailable, a warning is printed and the training continues without this
+        checkpoint.
 
         Args:
-            last: no other save will follow, so try again until it has succeeded.
+            last: Whether this is the last save of the run. If so, a save that fails because the object store
+                is unavailable is repeated until it succeeds or the permitted outage is over.
 
         Raises:
-            RunError: if it failed. Earlier checkpoints are intact.
+            RunError: If the save failed. Earlier checkpoints are intact.
         """
         if last and self._pending is None:
-            self._pending, self._unsent = self._unsent, None
-            self._start()
+            self._pending, self._postponed = self._postponed, None
+            self._start_completion()
         while (pending := self._pending) is not None:
             self._pending = None
             try:
-                with self._failure(pending.final):
+                with self._wrap_errors(pending.final):
                     pending.completion.result()
-                self._last = pending.final
+                self._newest = pending.final
             except AwayError as error:
                 if self._rank == 0:
-                    then = "trying again" if last else "training goes on, and the next save tries again"
-                    tell(f"warning: {error}; {then}")
+                    consequence = (
+                        "trying again" if last else "training continues, and the next save tries again"
+                    )
+                    tell(f"warning: {error}; {consequence}")
                 if last:
-                    time.sleep(_AGAIN)
+                    time.sleep(_RETRY_SECONDS)
                     self._pending = pending
-                    self._start()
+                    self._start_completion()
                 else:
-                    self._unsent = pending
+                    self._postponed = pending
 
-    def _start(self) -> None:
-        # Syncing, uploading and deleting an older checkpoint take time, so they run in the background too.
+    def _start_completion(self) -> None:
+        """Start the background thread that completes the pending save."""
+        # Syncing, uploading and deleting take time, so the training must not wait for them.
         if self._pending is not None:
-            complete = partial(self._complete, self._pending)
-            self._pending.completion = in_background(complete, name="checkpoint")
+            complete_save = partial(self._complete, self._pending)
+            self._pending.completion = in_background(complete_save, name="checkpoint")
 
     @contextmanager
-    def _failure(self, folder: P) -> Iterator[None]:
+    def _wrap_errors(self, folder: P) -> Iterator[None]:
+        """Convert any error of a save to a RunError that names the folder and the last good checkpoint.
+
+        An AwayError stays an AwayError.
+        """
         try:
             yield
-        except BaseException as error:  # torch's CheckpointException is not an Exception
+        except (
+            BaseException
+        ) as error:  # BaseException, because torch's CheckpointException is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            reason = one_line(_cause(error))
+            reason = one_line(_find_root_cause(error))
             reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
-            kind = AwayError if isinstance(error, AwayError) else RunError
-            raise kind(
-                f"{folder}: could not be written ({reason}); last good checkpoint: {self._last or 'none'}"
+            error_type = AwayError if isinstance(error, AwayError) else RunError
+            raise error_type(
+                f"{folder}: could not be written ({reason}); last good checkpoint: {self._newest or 'none'}"
             ) from error
 
     def prune(self, best: set[int]) -> None:
-        """Delete old checkpoints, except those of the steps ``best`` and those in use."""
+        """Delete old checkpoints.
+
+        The most recent checkpoints, the best checkpoints and the checkpoints in use are kept.
+
+        Args:
+            best: Steps of the best checkpoints.
+        """
         if self._keep is not None:
-            kept = best | self.in_use()
-            old = [folder for step, folder in self.complete()[: -self._keep] if step not in kept]
-            self._unwanted += [folder for folder in old if folder not in self._unwanted]
-        # A folder stays in the list until it is gone, since half of one is no longer complete.
-        while self._unwanted:
-            remove_folder(self._unwanted[-1])
-            self._unwanted.pop()
+            protected_steps = best | self.in_use()
+            old = [folder for step, folder in self.complete()[: -self._keep] if step not in protected_steps]
+            self._to_delete += [folder for folder in old if folder not in self._to_delete]
+        # Remove a folder from the list only after it is deleted. Otherwise, an interrupted deletion would be
+        # forgotten, because a partly deleted checkpoint is no longer found among the complete ones.
+        while self._to_delete:
+            remove_folder(self._to_delete[-1])
+            self._to_delete.pop()
 
-    # -- in the background -----------------------------------------------------------------------------------
+    # -- Completion of a save, in the background thread ------------------------------------------------------
 
-    def _open(self, final: P) -> Path:
-        """Create an empty folder for this rank's files of ``final``, on all ranks before a barrier."""
+    def _create_folder(self, final: P) -> Path:
+        """Create an empty local folder for this rank's files of the checkpoint ``final``.
+
+        All ranks must call this method and then wait at a barrier, because ranks may share the folder.
+        """
         if self._mirror is not None:
-            self._together.group  # noqa: B018  (creating it is a collective, so not in a thread)
+            # Create the group here, because creating it is a collective and must not happen in a thread.
+            self._on_all_ranks.group  # noqa: B018
             written = self._mirror.shards / final.name
         else:
             written = Path(str(self.path)) / f".{final.name}{PARTIAL}"
@@ -338,58 +396,67 @@ class Checkpoints(Generic[P]):
         return written
 
     def _complete(self, save: _Save[P]) -> None:
-        """Complete a checkpoint, on every rank."""
+        """Complete a checkpoint. Runs on every rank."""
         if self._mirror is not None:
             self._upload(save, self._mirror)
         else:
             entries = save.entries
             if self._rank == 0:
-                _rename(save, entries)
+                _publish(save, entries)
         if self._rank == 0:
             self.on_complete(save.final)
-            self._clear(save)
+            self._delete_old(save)
 
     def _upload(self, save: _Save[P], mirror: Mirror) -> None:
-        """Upload all ranks' files; then rank 0 writes the marker. A failure is one on all ranks."""
+        """Upload the files of all ranks, then write the marker on rank 0.
+
+        A failure on one rank is raised on all ranks.
+        """
         final = mirror.store / "checkpoints" / save.final.name
 
-        def begin() -> Entries:
-            ours = save.entries
+        def prepare_upload() -> Entries:
+            entries_of_rank = save.entries
             if self._rank == 0:
-                _make_way(save.final)
+                _move_other_folder_away(save.final)
                 remove_folder(final)
                 mirror.begin(final)
-            return ours
+            return entries_of_rank
 
-        def send() -> None:
+        def upload() -> None:
             mirror.send(save.written, final)
 
-        def complete() -> None:
+        def write_marker() -> None:
             if self._rank == 0:
                 (final / MANIFEST).write_bytes(save.manifest(entries).encode())
                 mirror.complete(final, step_of(final.name))
 
-        entries: Entries = self._together(begin)
-        self._together(send)
-        self._together(complete)
-        self._together.away_since = None
+        entries: Entries = self._on_all_ranks(prepare_upload)
+        self._on_all_ranks(upload)
+        self._on_all_ranks(write_marker)
+        self._on_all_ranks.away_since = None
         shutil.rmtree(save.written, ignore_errors=True)
 
-    def _clear(self, save: _Save[P]) -> None:
-        """Delete older checkpoints, and what failed saves left; later where the store is away."""
+    def _delete_old(self, save: _Save[P]) -> None:
+        """Delete older checkpoints and the files of failed saves.
+
+        If the object store is unavailable, a later save deletes them.
+        """
         try:
-            self._unwanted = [folder for folder in self._unwanted if folder != save.final]
+            self._to_delete = [folder for folder in self._to_delete if folder != save.final]
             self.prune(save.best)
-        except RetriesUsedUpError as error:  # this checkpoint is complete
+        except RetriesUsedUpError as error:  # not an error of the save, because this checkpoint is complete
             tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")
 
 
-def _rename(save: _Save[P], entries: Entries) -> None:
-    """Flush everything to disk, then rename it, replacing a checkpoint from before a resume."""
+def _publish(save: _Save[P], entries: Entries) -> None:
+    """Sync all files to disk and rename the folder to its final name.
+
+    A checkpoint of the same step, which the run wrote before it was resumed at an earlier step, is replaced.
+    """
     final = Path(str(save.final))
     (save.written / MANIFEST).write_text(save.manifest(entries), "utf-8")
     sync_tree(save.written)
-    _make_way(save.final)
+    _move_other_folder_away(save.final)
     if os.path.lexists(final) and exchange(save.written, final):
         shutil.rmtree(save.written, ignore_errors=True)
     else:
@@ -398,15 +465,15 @@ def _rename(save: _Save[P], entries: Entries) -> None:
     sync_folder(final.parent)
 
 
-def _make_way(final: P) -> None:
-    """Move away what has the name of a checkpoint and is none."""
+def _move_other_folder_away(final: P) -> None:
+    """Rename a file or folder that has the name of the checkpoint but is not a checkpoint."""
     if is_taken(final) and not (final / STATE_FILE).is_file() and not is_unfinished(final):
-        aside = move_folder(final, unused_name(final.with_name(f"{final.name}.kept")))
-        tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}")
+        new_path = move_folder(final, unused_name(final.with_name(f"{final.name}.kept")))
+        tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {new_path}")
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The lowest rank's error, if torch has combined the errors of all ranks."""
+def _find_root_cause(error: BaseException) -> BaseException:
+    """Return the error of the lowest rank if torch has combined the errors of several ranks."""
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
         return error
@@ -415,10 +482,18 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def in_background(function: Callable[[], None], *, name: str) -> Future[None]:
-    """Call ``function`` in a daemon thread called ``name``; return a future for its end or exception."""
+    """Call a function in a daemon thread.
+
+    Args:
+        function: Function to call.
+        name: Name of the thread.
+
+    Returns:
+        A future that ends when the function returns, or with the exception that it raises.
+    """
     future: Future[None] = Future()
 
-    def run() -> None:
+    def run_function() -> None:
         try:
             function()
         except BaseException as error:
@@ -426,16 +501,23 @@ def in_background(function: Callable[[], None], *, name: str) -> Future[None]:
         else:
             future.set_result(None)
 
-    Thread(target=run, name=name, daemon=True).start()
+    Thread(target=run_function, name=name, daemon=True).start()
     return future
 
 
 def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
-    """Return the checkpoint to resume from, or None to start at step 0.
+    """Choose the checkpoint to resume from.
+
+    Args:
+        config: Config of the run. ``checkpoint.resume`` is ``auto``, ``never`` or the path of a checkpoint.
+        checkpoints: Checkpoints in the output folder of the run.
+
+    Returns:
+        The path of the checkpoint, or None to start at step 0.
 
     Raises:
-        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or if its path cannot be
-            resumed.
+        UserError: If ``checkpoint.resume`` is ``never`` but the run has checkpoints, if its path does not
+            exist, or if its path is an older checkpoint of the same run.
     """
     with storage_errors("output_dir"):
         latest: Place | None = checkpoints.latest()
@@ -446,7 +528,7 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
         if latest is not None:
             raise UserError(
                 f"checkpoint.resume: never, but {checkpoints.path} has checkpoints; "
-                "set it to auto to resume, or choose another output_dir"
+                "set checkpoint.resume: auto to resume, or choose another output_dir"
             )
         return None
     path = place_of("checkpoint.resume", resume)
@@ -454,7 +536,7 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
         if latest is None and not exists(path):
             name = resume if len(resume) <= 200 else f"{resume[:197]}..."
             raise UserError(
-                f"checkpoint.resume: {name} does not exist; give auto, never or a checkpoint's path"
+                f"checkpoint.resume: {name} does not exist; use auto, never or the path of a checkpoint"
             )
     if latest is None or path.resolve() == latest.resolve():
         return path
@@ -463,15 +545,20 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
             f"checkpoint.resume: {latest} is newer than {path} in the same run; "
             "choose another output_dir to resume from the older one"
         )
-    return latest  # the run started from `path`, which may be gone, and has newer checkpoints since
+    # The run started from `path` and has written newer checkpoints since then. `path` may be deleted by now.
+    return latest
 
 
 def checkpoints_of(run: Place) -> Checkpoints[Any]:
-    """The checkpoints of a run, read-only."""
+    """Return the checkpoints of a run, to be read only.
+
+    Args:
+        run: Output folder of the run.
+    """
     return Checkpoints(run / "checkpoints")
 
 
 def checkpoint_of(path: Place) -> Place:
-    """Return the newest checkpoint if ``path`` is a run's folder, else ``path`` itself."""
+    """Return the newest checkpoint if ``path`` is the output folder of a run, otherwise ``path`` itself."""
     newest: Place | None = checkpoints_of(path).latest()
     return path if newest is None else newest

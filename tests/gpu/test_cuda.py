@@ -422,7 +422,7 @@ def test_a_save_has_the_state_of_its_step(
         for _ in range(2):
             trial.step()
         handle = engine.save(folder, background=True)
-        parameters = engine._trained
+        parameters = engine._optimized
         kept = {name: local(p.detach()).cpu().clone() for name, p in parameters.items()}
         moments = {name: local(engine._optimizer.state[p]["exp_avg"]).cpu() for name, p in parameters.items()}
         moments = {name: moment.clone() for name, moment in moments.items()}

@@ -55,7 +55,7 @@ def state_of(optimizer: Any) -> list[Any]:
 
 
 def kept_by_fsdp(engine: Any) -> Kept:
-    on_host = engine._host
+    on_host = engine._host_copies
     return {
         "parameters": storages(engine.model.parameters()),
         "gradients": storages(p.grad for p in engine.model.parameters()),

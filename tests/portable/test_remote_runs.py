@@ -201,7 +201,7 @@ def test_a_store_that_is_away_for_a_while(
     """The steps go on, and the next save is whole; the last one waits."""
     s3 = remote.store
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
-    monkeypatch.setattr("portable.checkpoint.store._AGAIN", 0.2)
+    monkeypatch.setattr("portable.checkpoint.store._RETRY_SECONDS", 0.2)
     monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART // 8)
     s3.least_part(1)
     settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": None}
@@ -230,7 +230,7 @@ def test_a_store_that_is_away_for_a_while(
     assert away[0]
     told = capfd.readouterr().err
     assert f"{failed}: could not be written" in told
-    assert ("trying again" if failed == "step-000008" else "training goes on, and the next save") in told
+    assert ("trying again" if failed == "step-000008" else "training continues, and the next save") in told
     remote.check_same(undisturbed)
     whole = [step for step in remote.steps if remote.names(f"checkpoints/{step}/_COMPLETE")]
     assert remote.steps == whole and "step-000008" in whole and "step-000002" in whole

@@ -1,4 +1,4 @@
-"""A model in training under DDP or FSDP2."""
+"""Training engine on torch.distributed: DDP, FSDP2, or a single device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,17 @@ if TYPE_CHECKING:
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
-    """See :class:`portable.engines.machine.EngineModule`."""
+    """Shard a model over the ranks and build its optimizer.
+
+    Args:
+        model: Model on the meta device.
+        config: Config of the run.
+        machine: Device, rank and world size of this process.
+        at_stop: Exit stack that the backend closes before it destroys the process group.
+
+    Returns:
+        The engine. Its weights are not initialized yet.
+    """
     if config.context_parallel_size > 1:
         from portable.engines.shared_sequences import share_sequences
 
@@ -60,7 +70,14 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
 
 
 class TorchEngine:
-    """Implements :class:`portable.backend.Engine`; see there for the contracts."""
+    """Engine for DDP, FSDP2 and a single device. Implements :class:`portable.backend.Engine`.
+
+    Args:
+        sharded: Model with sharded or replicated parameters.
+        head: Output head that computes the loss in chunks. None if the model computes all logits at once.
+        config: Config of the run.
+        device: Device of this rank.
+    """
 
     def __init__(
         self, sharded: ShardedModel, head: ChunkedHead | None, config: RunConfig, device: torch.device
@@ -73,21 +90,21 @@ class TorchEngine:
         self._device = device
         parameters = dict(self.model.named_parameters())
         memory = config.memory
-        # Offloaded parameters need no copies: their optimizer runs in host memory anyway.
-        copied = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
-        self._host: HostCopies | None = None
+        # Offloaded parameters are in host memory already, so their optimizer runs there without copies.
+        needs_host_copies = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
+        self._host_copies: HostCopies | None = None
         self._scaler: DeviceScaler | None = None
-        if copied:
+        if needs_host_copies:
             from portable.engines.fsdp.offload import HostCopies
 
-            self._host = HostCopies(parameters)
-        self._trained = parameters if self._host is None else self._host.copies
-        tables = set(embeddings(self.model))
+            self._host_copies = HostCopies(parameters)
+        self._optimized = parameters if self._host_copies is None else self._host_copies.copies
+        embedding_parameters = set(embeddings(self.model))
         self._optimizer: Optimizer = build_optimizer(
             config.train,
-            self._trained,
+            self._optimized,
             groups_of(self.model, config.train),
-            embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
+            embeddings={p for name, p in self._optimized.items() if parameters[name] in embedding_parameters},
             compute=COMPUTE_DTYPES[config.precision],
         )
         if config.train.optimizer == "muon":
@@ -95,91 +112,102 @@ class TorchEngine:
 
             assert isinstance(self._optimizer, Muon)
             self._optimizer.device = device
-        original = {} if self._host is None else self._host.original()
-        self._parameters: list[nn.Parameter] = [
-            original.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
+        device_parameters = {} if self._host_copies is None else self._host_copies.original()
+        self._trainable: list[nn.Parameter] = [
+            device_parameters.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
         ]
-        captures = config.compile and config.compile_mode in CAPTURING
-        self._captured = CapturedMemory() if captures else None
+        uses_cuda_graphs = config.compile and config.compile_mode in CAPTURING
+        self._cuda_graph_memory = CapturedMemory() if uses_cuda_graphs else None
         self._saver = Saver()
         if config.precision == "fp16":
             from portable.engines.fsdp.device_loss_scale import DeviceScaler
 
             self._scaler = DeviceScaler(config.fp16, device)
-        # With dynamic loss scaling an overflow is no failure; a failure then ends the run.
-        self._limit = allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
-        self._account = torch.tensor(
-            NEW_COUNTERS, device=device
-        )  # read when logging only, to avoid a host sync
+        # With dynamic loss scaling, an overflow is expected and only lowers the scale. The scaler reports a
+        # failure if gradients overflow at the minimum scale, and one such failure ends the run.
+        self._max_streak = allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
+        # The counters stay on the device and are read only when logging, because reading them syncs the host.
+        self._nonfinite_counters = torch.tensor(NEW_COUNTERS, device=device)
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        if self._captured is not None:
-            self._captured.begin_pass()
+        """Run the forward and backward pass of one micro-batch and return its share of the loss."""
+        if self._cuda_graph_memory is not None:
+            self._cuda_graph_memory.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_value_checks():
                 loss, numbers = self.objective(self._sharded.forward, batch, valid)
-            scaled = loss * self._sharded.averaging
-            (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
-        if self._captured is not None:
-            self._captured.keep_gradients(self._parameters, last=last)
+            # DDP averages gradients over ranks. The factor turns the average into a sum, because the loss is
+            # already divided by the global token count.
+            scaled_loss = loss * self._sharded.averaging
+            (scaled_loss if self._scaler is None else scaled_loss * self._scaler.scale).backward()
+        if self._cuda_graph_memory is not None:
+            self._cuda_graph_memory.keep_gradients(self._trainable, last=last)
         return shares(loss, numbers)
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        """Clip the gradients, take an optimizer step and reset the gradients."""
+        gradients = [p.grad for p in self._trainable if p.grad is not None]
         if self._scaler is not None and gradients:
-            parts = [local(gradient) for gradient in gradients]
-            of_torch.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
+            shards = [local(gradient) for gradient in gradients]
+            of_torch.scale_(shards, self._scaler.scale.reciprocal().to(shards[0].device))
         self._sharded.average_gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        norm = norm.to(self._device)  # gradients of offloaded parameters are in host memory
+        # The gradients of offloaded parameters, and so their norm, are in host memory.
+        norm = norm.to(self._device)
         if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        # The norm is global, so all ranks see any rank's overflow.
-        finite = torch.isfinite(norm) & torch.isfinite(loss)
-        bad = ~finite if self._scaler is None else self._scaler.update(~finite)
-        self._account, left_out = count_update(self._account, bad=bad, loss=loss, limit=self._limit)
+            torch.nn.utils.clip_grads_with_norm_(self._trainable, max_norm, norm)
+        # The norm is global, so an overflow on one rank is visible on all ranks.
+        is_finite = torch.isfinite(norm) & torch.isfinite(loss)
+        failed = ~is_finite if self._scaler is None else self._scaler.update(~is_finite)
+        self._nonfinite_counters, is_skipped = count_update(
+            self._nonfinite_counters, bad=failed, loss=loss, limit=self._max_streak
+        )
         set_rates(self._optimizer, learning_rate, self._settings)
-        # If found_inf is 1 the fused optimizers change nothing. They read it on the parameters' device, so
-        # that only offloading syncs, which it does for the gradients anyway.
-        place = next(iter(self._trained.values())).device
-        self._optimizer.found_inf = (left_out | ~finite).float().to(place)
-        if self._host is not None:
-            self._host.fetch_gradients()
+        # A fused optimizer changes nothing if found_inf is 1. It reads found_inf on the device of the
+        # parameters, so this copy syncs the host only under offloading, which syncs for the gradients anyway.
+        parameter_device = next(iter(self._optimized.values())).device
+        self._optimizer.found_inf = (is_skipped | ~is_finite).float().to(parameter_device)
+        if self._host_copies is not None:
+            self._host_copies.fetch_gradients()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        if self._host is not None:
-            self._host.copy_back()
+        if self._host_copies is not None:
+            self._host_copies.copy_back()
         return norm
 
     def health(self) -> Health:
-        health = Health.of(self._account.tolist(), self._limit)
+        """Read the counters of skipped updates from the device. Syncs the host."""
+        health = Health.of(self._nonfinite_counters.tolist(), self._max_streak)
         if health.skipped_updates and self._scaler is not None:
             raise self._scaler.exhausted()
         return health
 
     def nonfinite_gradients(self) -> list[str]:
+        """Return the names of parameters whose gradient shard on this rank is not finite. Syncs the host."""
         gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     def metrics(self) -> dict[str, float]:
-        """See :class:`portable.engines.machine.MeasuredEngine`."""
+        """Return further metrics of the engine, such as the fp16 loss scale. Empty without loss scaling."""
         return {} if self._scaler is None else self._scaler.metrics()
 
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        """Run the forward pass of one evaluation micro-batch and add its metrics to ``totals``."""
         self.model.eval()
-        if self._captured is not None:
-            self._captured.begin_pass()
+        if self._cuda_graph_memory is not None:
+            self._cuda_graph_memory.begin_pass()
         with self._sharded.autocast(), no_value_checks():
             sums = self.objective.evaluated(self._sharded.forward, batch, measure)
         self.model.train()
         return added(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        """Sample a continuation of ``prompt``."""
         self.model.eval()
         with self._sharded.autocast():
             tokens = continue_text(
@@ -188,43 +216,47 @@ class TorchEngine:
         self.model.train()
         return tokens
 
-    # -- weights and checkpoints -------------------------------------------------------------------------
+    # -- Weights and checkpoints -------------------------------------------------------------------------
 
     def _reshard(self) -> None:
-        """Make the model's parameters this rank's shards again.
+        """Reshard all parameters, so that they can be read and written as this rank's shards.
 
-        A forward without a backward leaves parameters unsharded, and their shards without storage, under
-        ``shard_grad_op`` and in the root module.
+        A forward pass without a backward pass leaves some parameters unsharded and frees the storage of their
+        shards: all parameters under ``shard_grad_op``, and the parameters of the root module in general.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def swap_ema_weights(self) -> None:
+        """Swap the weights with their exponential moving average. A second call swaps them back."""
         self._reshard()
         exchange(self._optimizer.state.items())
-        if self._host is not None:
-            self._host.copy_back()
+        if self._host_copies is not None:
+            self._host_copies.copy_back()
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        """Fill this rank's shards of the parameters and persistent buffers in ``weights``."""
         self._reshard()
         for name, tensor in state_tensors(self.model).items():
             if name in weights:
                 optimizer_state.fill_shard(tensor, weights[name])
-        if self._host is not None:
-            self._host.refresh(weights)
+        if self._host_copies is not None:
+            self._host_copies.refresh(weights)
 
     def load(self, checkpoint: Checkpoint) -> None:
+        """Load model weights, optimizer state and the fp16 loss scale of a checkpoint."""
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        optimizer_state.restore(self._optimizer, self._trained, stored, checkpoint.optimizer)
+        optimizer_state.restore(self._optimizer, self._optimized, stored, checkpoint.optimizer)
         if self._scaler is not None:
             self._scaler.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        """Write this rank's shards as a torch distributed checkpoint (DCP)."""
         self._reshard()
-        optimizer = optimizer_state.to_store(self._optimizer, self._trained)
-        state = {"model": stored_tensors(self.model), "optim": optimizer}
+        optimizer_tensors = optimizer_state.to_store(self._optimizer, self._optimized)
+        state = {"model": stored_tensors(self.model), "optim": optimizer_tensors}
         if self._scaler is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             self._scaler.save(folder)
         return self._saver.save(state, folder, background=background)
