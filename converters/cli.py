@@ -138,7 +138,7 @@ def parser_of() -> argparse.ArgumentParser:
         "--merge-into",
         metavar="BASE",
         help="write the model in BASE with the adapter in SRC merged into it; BASE is a folder, file or URL "
-        "of any format, or SRC itself if it holds the base too",
+        "of any format, a Hub ID, or SRC itself if it also contains the base",
     )
     parser.add_argument(
         "--adapter-config",
@@ -230,7 +230,7 @@ def _convert(options: argparse.Namespace) -> int:
     single = is_single(options.to, out)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
-    sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
+    sources = [source] if options.merge_into is None else [source, model_from(options.merge_into)]
     if not options.dry_run:
         check_output(out, sources, overwrite=options.overwrite, single=single)
     given = None if options.config_from is None else companions_from(options.config_from)
@@ -307,6 +307,7 @@ def _adapter(
     from converters.adapters.adapter import find_adapter
     from converters.adapters.config import given_config
     from converters.adapters.merging import merge
+    from converters.config_and_tokenizer_files import model_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
 
@@ -337,7 +338,7 @@ def _adapter(
         return adapter.checkpoint, adapter
     if options.optimizer:
         raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
-    where = place(options.merge_into)
+    where = model_from(options.merge_into)
     itself = where.exists() and where.resolve() in (checkpoint.root.resolve(), place(options.src).resolve())
     if itself:
         base = adapter.base_inside().with_companions(companions or {})

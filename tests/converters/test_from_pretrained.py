@@ -130,3 +130,13 @@ def test_config_from_the_hubs_cache(
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == torch.float32
     said = error_of(capsys, "someone/other", tmp_path / "none")
     assert "error: someone/other: neither" in said and "hf download someone/other" in said
+    # A Hub ID also works as BASE of --merge-into.
+    peft = pytest.importorskip("peft")
+    lora = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    lora.save_pretrained(tmp_path / "lora")
+    argv = [str(tmp_path / "lora"), str(tmp_path / "merged"), "--quiet", "--merge-into"]
+    assert main([*argv, "someone/tiny"]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
+    assert "error: someone/other: neither" in error_of(
+        capsys, argv[0], tmp_path / "none", *argv[2:], "someone/other"
+    )
