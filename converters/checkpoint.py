@@ -1,4 +1,4 @@
-"""The logical view of a checkpoint, which every format opens into."""
+"""Format-independent view of a checkpoint, which the reader of every format returns."""
 
 from __future__ import annotations
 
@@ -19,16 +19,22 @@ if TYPE_CHECKING:
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
 Aliases = Mapping[str, str]
-"""Tied alias -> the name that owns the values."""
+"""Mapping from the alias of a tied tensor to the name that owns the values."""
 
 
 class OptimizerState:
-    """Optimizer state by parameter name.
+    """Optimizer state, keyed by parameter name.
+
+    Args:
+        state: Mapping from parameter name to state name to `Tensor` or number.
+        param_groups: Parameter groups, or a function that returns them. The function is called when
+            `param_groups` is first accessed.
 
     Attributes:
-        state: parameter name -> state name -> `Tensor` or number. The state names are the optimizer's own
-            (`exp_avg`, `exp_avg_sq`, `step`, a factored optimizer's rows and columns, ...); a tensor has the
-            full shape of the state, whatever world size wrote it.
+        state: Mapping from parameter name to state name to `Tensor` or number. The optimizer defines the
+            state names, for example `exp_avg`, `exp_avg_sq` and `step`, or the row and column statistics of
+            a factored optimizer. A tensor has the full shape of the state, even if several ranks wrote it in
+            shards.
     """
 
     def __init__(
@@ -37,53 +43,81 @@ class OptimizerState:
         param_groups: ParamGroups | Callable[[], ParamGroups],
     ) -> None:
         self.state = state
-        self._param_groups = param_groups
+        self._groups_or_loader = param_groups
 
     @property
     def param_groups(self) -> ParamGroups:
-        """One dict per group: `params` (a list of names) and the hyperparameters (`lr`, `betas`, ...).
+        """Parameter groups, each a dict with `params` (parameter names) and hyperparameters such as `lr`.
 
-        Read at the first use, since some formats store each value in a file item of its own.
+        The groups are loaded on first access, because some formats store every value as a separate item.
         """
-        if callable(self._param_groups):
-            self._param_groups = self._param_groups()
-        return self._param_groups
+        if callable(self._groups_or_loader):
+            self._groups_or_loader = self._groups_or_loader()
+        return self._groups_or_loader
 
-    def renamed(self, new: Callable[[str], str | None]) -> OptimizerState:
-        """The same state under other names; that of a parameter without a new one is left out.
+    def renamed(self, new_name: Callable[[str], str | None]) -> OptimizerState:
+        """Return the optimizer state under new parameter names.
 
-        Of two parameters that become one, the state of the one that had the name already stays.
+        If two parameters get the same new name, the state of the parameter that already had this name is
+        kept. If neither parameter had it, the state of the first parameter is kept.
+
+        Args:
+            new_name: Function that maps a parameter name to the new name, or to None to leave out the
+                parameter.
+
+        Returns:
+            A new `OptimizerState`. Its parameter groups are renamed when they are first accessed.
         """
 
-        def groups() -> ParamGroups:
+        def rename_groups() -> ParamGroups:
             return [
-                {**group, "params": [*dict.fromkeys(filter(None, map(new, group.get("params", ()))))]}
+                {**group, "params": [*dict.fromkeys(filter(None, map(new_name, group.get("params", ()))))]}
                 for group in self.param_groups
             ]
 
         state: dict[str, Mapping[str, Tensor | Scalar]] = {}
         for name, values in self.state.items():
-            made = new(name)
-            if made is not None and (made == name or made not in state):
-                state[made] = values
-        return OptimizerState(state, groups)
+            target_name = new_name(name)
+            if target_name is not None and (target_name == name or target_name not in state):
+                state[target_name] = values
+        return OptimizerState(state, rename_groups)
 
 
 class Checkpoint:
-    """One checkpoint of any format. Only headers are in memory; tensors are read slice by slice on demand.
+    """Checkpoint of any supported format, as returned by `open_checkpoint`.
+
+    Opening a checkpoint reads only the headers. Tensors are read slice by slice on demand. The optimizer
+    state and the counters are read on first access, so that the model can be read even if the optimizer
+    state or a counter is damaged.
+
+    Example:
+        >>> from converters import open_checkpoint
+        >>> checkpoint = open_checkpoint("runs/quickstart")
+        >>> first_rows = checkpoint.tensors["model.embed_tokens.weight"].read(slice(0, 16))
+
+    Args:
+        tensors: Stored tensors by plain Hugging Face name, including the aliases of tied tensors.
+        aliases: Tied tensors that the format records, as a mapping from alias to owner.
+        optimizer: Optimizer state, or a function that builds it. The function is called with the resolved
+            aliases on first access. It must not reference this `Checkpoint`, because the reference cycle
+            would keep the files open.
+        counters: Function that returns the counters. It is called on first access. It must not reference
+            this `Checkpoint`, for the same reason as `optimizer`.
+        ties: Whether to resolve tied tensors. If False, equal tensors keep all of their names and `aliases`
+            is empty.
+
+    The other arguments set the attributes of the same name.
 
     Attributes:
-        format: the name of the format, for example `"dcp"` or `"safetensors"`.
-        root: the folder (or file) that was opened.
-        metadata: what else the format records (`step`, `world_size`, ...), as plain Python values.
-        companions: `config.json`, tokenizer files and the like found beside the shards: file name -> path.
-        config: settings that a written `config.json` gets in place of the companion's own; None for one that
-            it loses.
-        documents: small files that are written beside the tensors: name -> content.
-
-    `optimizer` may be a function of `aliases`, called at the first use, so that the model is readable where
-    the optimizer is not; `counters` is called likewise. These callables must not reference the `Checkpoint`:
-    the cycle would keep its files open. With `ties=False`, equal tensors keep all their names.
+        format: Name of the format, for example `"dcp"` or `"safetensors"`.
+        root: Folder or file that was opened.
+        metadata: Other values that the format records, such as `step` and `world_size`, as plain Python
+            values.
+        companions: Paths of `config.json`, the tokenizer files and similar files next to the shards, keyed by
+            file name.
+        config: Settings that override the companion `config.json` when the checkpoint is written. A value of
+            None removes the setting.
+        documents: Contents of small files to write in addition to the tensors, keyed by file name.
     """
 
     def __init__(
@@ -105,93 +139,128 @@ class Checkpoint:
         self.root = root
         self.metadata: Mapping[str, Any] = dict(metadata or {})
         self.companions: Mapping[str, Place] = dict(companions or {})
-        self._stored = tensors
-        self._known_aliases = dict(aliases or {})
-        self._optimizer = optimizer
-        self._counters = counters
+        self._stored_tensors = tensors
+        self._recorded_aliases = dict(aliases or {})
+        self._optimizer_or_loader = optimizer
+        self._load_counters = counters
         self.config: Mapping[str, Any] = dict(config or {})
         self.documents: Mapping[str, bytes] = dict(documents or {})
-        self._ties = ties
+        self._should_resolve_ties = ties
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Parameters and persistent buffers by plain Hugging Face name, tied aliases left out."""
-        return self._resolved[0]
+        """Parameters and persistent buffers by plain Hugging Face name, without aliases of tied tensors."""
+        return self._tensors_and_aliases[0]
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Tied alias -> the name in `tensors` that owns the values."""
-        return self._resolved[1]
+        """Mapping from the alias of a tied tensor to the name in `tensors` that owns the values."""
+        return self._tensors_and_aliases[1]
 
     @cached_property
     def optimizer(self) -> OptimizerState | None:
-        """The optimizer state, or None where the checkpoint holds none.
+        """Optimizer state, or None if the checkpoint does not contain any.
 
         Raises:
-            CheckpointError: there is one, but its state cannot be matched to parameters.
+            CheckpointError: The optimizer state cannot be matched to the parameters.
         """
-        found = self._optimizer(self.aliases) if callable(self._optimizer) else self._optimizer
+        optimizer = (
+            self._optimizer_or_loader(self.aliases)
+            if callable(self._optimizer_or_loader)
+            else self._optimizer_or_loader
+        )
         aliases = self.aliases
-        if found is None or aliases.keys().isdisjoint(found.state):
-            return found
-        return found.renamed(lambda name: aliases.get(name, name))
+        if optimizer is None or aliases.keys().isdisjoint(optimizer.state):
+            return optimizer
+        return optimizer.renamed(lambda name: aliases.get(name, name))
 
     @cached_property
     def counters(self) -> Mapping[str, Scalar]:
-        """The counters of the program that wrote it, under that program's own names.
+        """Training counters, under the names used by the program that wrote the checkpoint.
 
-        DeepSpeed's `global_steps`, `global_samples` and `skipped_steps`; what torchtitan keeps under
-        `train_state` and `lr_scheduler` (`train_state.step`); `step` or `global_step` beside a state dict.
+        Examples are `global_steps`, `global_samples` and `skipped_steps` of DeepSpeed, the values that
+        torchtitan stores under `train_state` and `lr_scheduler` (such as `train_state.step`), and the `step`
+        or `global_step` that is stored next to a state dict.
 
         Raises:
-            CheckpointError: a counter is damaged.
+            CheckpointError: A counter is damaged.
         """
-        return {} if self._counters is None else dict(self._counters())
+        return {} if self._load_counters is None else dict(self._load_counters())
 
     def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:
-        """The same checkpoint with `files` (name -> path), which override those found beside the shards."""
-        return self._with(companions={**self.companions, **files})
+        """Return a copy of the checkpoint with additional companion files.
+
+        Args:
+            files: Paths of the files, keyed by file name. They override companions with the same file name.
+
+        Returns:
+            A new `Checkpoint` with the same tensors.
+        """
+        return self._copy_with(companions={**self.companions, **files})
 
     def with_tensors(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], companions: Mapping[str, Place]
     ) -> Checkpoint:
-        """The same model with other tensors, and other settings and files beside them."""
-        return self._with(
-            _stored=tensors,
-            _known_aliases=self.aliases,
+        """Return a copy of the checkpoint with other tensors, for example dequantized weights.
+
+        Args:
+            tensors: Tensors of the copy, by plain Hugging Face name.
+            config: Settings that are added to `config` and override its values. A value of None removes the
+                setting from the written `config.json`.
+            companions: Paths of the companion files of the copy, keyed by file name.
+
+        Returns:
+            A new `Checkpoint` with the same optimizer state, counters and metadata.
+        """
+        return self._copy_with(
+            _stored_tensors=tensors,
+            _recorded_aliases=self.aliases,
             config={**self.config, **config},
             companions=companions,
         )
 
-    def with_state_as_weights(self, what: str) -> Checkpoint:
-        """The same model with a state of the optimizer, such as an average of the weights, in their place.
+    def with_state_as_weights(self, state_name: str) -> Checkpoint:
+        """Return a copy of the checkpoint in which an optimizer state replaces the weights.
 
-        Parameters that have none, such as frozen ones, keep their own values.
+        The state can be, for example, a moving average of the weights. Parameters without this state, such
+        as frozen parameters, keep their own values.
+
+        Args:
+            state_name: Name of the optimizer state, for example `"ema"`.
+
+        Returns:
+            A new `Checkpoint` in which the state of each parameter is stored under the parameter's name.
 
         Raises:
-            CheckpointError: no parameter has it.
+            CheckpointError: No parameter has this state.
         """
         state = {} if self.optimizer is None else self.optimizer.state
-        found = {
-            name: values[what] for name, values in state.items() if name in self.tensors and what in values
+        replacements = {
+            name: values[state_name]
+            for name, values in state.items()
+            if name in self.tensors and state_name in values
         }
-        weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        weights = {name: value for name, value in replacements.items() if isinstance(value, Tensor)}
         if not weights:
-            raise CheckpointError(f"{self.root}: the optimizer has no {what}")
-        return self._with(_stored={**self.tensors, **weights}, _known_aliases=self.aliases)
+            raise CheckpointError(
+                f"{self.root}: no parameter has the optimizer state {state_name}; "
+                "use a checkpoint that was saved with this state"
+            )
+        return self._copy_with(_stored_tensors={**self.tensors, **weights}, _recorded_aliases=self.aliases)
 
-    def _with(self, **changes: Any) -> Checkpoint:
-        """The same checkpoint, but for some of its attributes; what follows from them is found anew."""
-        made = copy(self)
-        vars(made).update(changes)
-        for derived in ("optimizer", "counters", "_resolved"):
-            vars(made).pop(derived, None)
-        return made
+    def _copy_with(self, **changes: Any) -> Checkpoint:
+        """Copy the checkpoint, replace the given attributes and drop cached values that depend on them."""
+        checkpoint = copy(self)
+        vars(checkpoint).update(changes)
+        for cached_name in ("optimizer", "counters", "_tensors_and_aliases"):
+            vars(checkpoint).pop(cached_name, None)
+        return checkpoint
 
     @cached_property
-    def _resolved(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        if not self._ties:
-            return dict(self._stored), {}
+    def _tensors_and_aliases(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Stored tensors, split into tensors without aliases and the mapping from alias to owner."""
+        if not self._should_resolve_ties:
+            return dict(self._stored_tensors), {}
         config = self.companions.get("config.json")
         with blame(self.root):
-            return resolve_ties(self._stored, self._known_aliases, config)
+            return resolve_ties(self._stored_tensors, self._recorded_aliases, config)

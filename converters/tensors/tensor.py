@@ -1,4 +1,4 @@
-"""A tensor stored in pieces, read slice by slice."""
+"""Tensors that are stored in several pieces and read slice by slice."""
 
 from __future__ import annotations
 
@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Non-contiguous pieces are gathered through a buffer of this size.
+# Size of the buffer through which each thread copies non-contiguous regions, in bytes.
 SCRATCH_BYTES = 4 << 20
-# torch's own limit; a header with more is damaged.
+# torch's limits on the size of a tensor in bytes and on its number of dimensions. A file with a larger tensor
+# is damaged, because torch could not have written it.
 _MAX_BYTES = (1 << 63) - 1
 MAX_DIMS = 64
-_local = threading.local()
+_thread_local = threading.local()
 
 
 class View(NamedTuple):
-    """Where an n-dimensional piece lies in a source: a torch tensor's view of its storage, in bytes."""
+    """Strided view of a byte source, like the view that a torch tensor has of its storage.
+
+    Attributes:
+        source: Source that contains the elements.
+        offset: Position of the first element in `source`, in bytes.
+        strides: Distance between neighboring elements along each dimension, in bytes.
+    """
 
     source: Source
     offset: int
@@ -39,93 +46,134 @@ class View(NamedTuple):
 
 
 class Box:
-    """A piece of a tensor: the elements [offset, offset + size) along every dimension.
+    """Rectangular piece of a tensor: the elements [offset, offset + size) along every dimension.
 
-    `view` is a `View` whose shape is `sizes`, or a function that returns it, called at the first read.
+    Args:
+        offsets: Index of the first element along each dimension of the tensor.
+        sizes: Number of elements along each dimension.
+        view: Location of the elements as a `View` of shape `sizes`, or a function that returns it. The
+            function is called at the first read.
+
+    Attributes:
+        offsets: Index of the first element along each dimension of the tensor.
+        sizes: Number of elements along each dimension.
     """
 
-    __slots__ = ("_found", "_view", "offsets", "sizes")
+    __slots__ = ("_cached_view", "_view_or_loader", "offsets", "sizes")
 
     def __init__(self, offsets: Shape, sizes: Shape, view: View | Callable[[], View]) -> None:
         self.offsets = offsets
         self.sizes = sizes
-        self._view = view
-        self._found: View | None = None
+        self._view_or_loader = view
+        self._cached_view: View | None = None
 
     @property
     def view(self) -> View:
-        if isinstance(self._view, View):
-            return self._view
-        found = self._found  # another thread may call `release` in between
-        if found is None:
-            found = self._found = self._view()
-        return found
+        """Location of the elements. The first access calls the function that was passed, if any."""
+        if isinstance(self._view_or_loader, View):
+            return self._view_or_loader
+        # Use a local variable, because another thread may call `release` before the view is returned.
+        view = self._cached_view
+        if view is None:
+            view = self._cached_view = self._view_or_loader()
+        return view
 
     @property
-    def located(self) -> View | None:
-        """The view, if it is known without calling the function."""
-        return self._view if isinstance(self._view, View) else self._found
+    def available_view(self) -> View | None:
+        """Location of the elements if it is available without calling the function, else None."""
+        return self._view_or_loader if isinstance(self._view_or_loader, View) else self._cached_view
 
     def release(self) -> None:
-        """Drop what the function returned; the next read calls it again."""
-        self._found = None
+        """Drop the view that the function returned. The next read calls the function again."""
+        self._cached_view = None
 
 
 class Tensor:
-    """One parameter, buffer or optimizer state: dtype, shape, and the file spans that tile it.
+    """Model parameter, buffer or optimizer state that is read slice by slice.
 
-    Attributes:
-        name: for error messages.
-        dtype: the element type by its safetensors name (`"F32"`, `"BF16"`, `"I64"`, `"BOOL"`, ...).
-        shape: the full shape, whatever world size wrote it; `()` for a scalar.
+    The tensor is stored as one or more boxes, for example one box per rank of a sharded checkpoint. A read
+    only loads the parts of the boxes that overlap the requested slice.
+
+    Example:
+        >>> from converters import open_checkpoint
+        >>> weight = open_checkpoint("runs/quickstart").tensors["model.embed_tokens.weight"]
+        >>> first_rows = weight.read(slice(0, 16))
+
+    Args:
+        name: Name of the tensor, used in error messages.
+        dtype: Element type by its safetensors name (`"F32"`, `"BF16"`, `"I64"`, `"BOOL"`, ...).
+        shape: Full shape of the tensor, even if several ranks wrote it in shards; `()` for a scalar.
+        boxes: Pieces of the tensor. They must cover the shape exactly once.
 
     Raises:
-        CheckpointError: the pieces leave a gap, overlap or exceed the shape, or the dtype is unknown.
+        CheckpointError: The boxes leave a gap, overlap or exceed the shape, or the dtype is unknown.
+
+    Attributes:
+        name: Name of the tensor, used in error messages.
+        dtype: Element type by its safetensors name.
+        shape: Full shape of the tensor.
     """
 
-    __slots__ = ("_boxes", "_reach", "_starts", "_whole", "dtype", "name", "shape")
+    __slots__ = ("_boxes", "_contiguous_source", "_dim0_max_stops", "_dim0_starts", "dtype", "name", "shape")
+    # None until the only box of a contiguous tensor is accessed.
     _boxes: list[Box] | None
-    _whole: tuple[Source, int]
+    # Source and byte offset, only set for a contiguous tensor.
+    _contiguous_source: tuple[Source, int]
 
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         shape = possible_shape(name, dtype, shape)
         check_boxes_tile(name, shape, [(box.offsets, box.sizes) for box in boxes])
-        self._place(name, dtype, shape, boxes)
+        self._set_fields(name, dtype, shape, boxes)
 
-    def _place(self, name: str, dtype: str, shape: Shape, boxes: Sequence[Box]) -> None:
+    def _set_fields(self, name: str, dtype: str, shape: Shape, boxes: Sequence[Box]) -> None:
         self.name = name
         self.dtype = dtype
         self.shape = shape
-        held = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
-        self._boxes = held
-        # For finding the boxes that meet a region along dim 0: the start of each, and the largest end so far.
-        self._starts = [box.offsets[0] for box in held] if self.shape else []
-        ends = (box.offsets[0] + box.sizes[0] for box in held) if self.shape else ()
-        self._reach = list(accumulate(ends, max))
+        nonempty_boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
+        self._boxes = nonempty_boxes
+        # The start of each box along dimension 0, and the largest stop of all boxes up to it. Both lists are
+        # sorted, so that `_find_overlapping_boxes` can bisect them.
+        self._dim0_starts = [box.offsets[0] for box in nonempty_boxes] if self.shape else []
+        stops = (box.offsets[0] + box.sizes[0] for box in nonempty_boxes) if self.shape else ()
+        self._dim0_max_stops = list(accumulate(stops, max))
 
     @classmethod
     def contiguous(
         cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
     ) -> Tensor:
-        """A tensor stored whole and row-major in `source`, from byte `offset`."""
-        # Its one box is made when it is asked for: a checkpoint may have 100,000 of them.
-        made = cls.__new__(cls)
-        made.name, made.dtype, made.shape = name, dtype, possible_shape(name, dtype, shape)
-        made._boxes, made._whole = None, (source, offset)
-        return made
+        """Create a tensor whose elements are contiguous in one source, in row-major order.
+
+        Args:
+            name: Name of the tensor, used in error messages.
+            dtype: Element type by its safetensors name.
+            shape: Shape of the tensor.
+            source: Source that contains the elements.
+            offset: Position of the first element in `source`, in bytes.
+
+        Returns:
+            The tensor, with a single box.
+
+        Raises:
+            CheckpointError: The shape is impossible or the dtype is unknown.
+        """
+        # Create the box only when it is accessed, because a checkpoint may have 100,000 tensors.
+        tensor = cls.__new__(cls)
+        tensor.name, tensor.dtype, tensor.shape = name, dtype, possible_shape(name, dtype, shape)
+        tensor._boxes, tensor._contiguous_source = None, (source, offset)
+        return tensor
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """The pieces, which tile the shape exactly once (checked on construction)."""
+        """Pieces of the tensor. They cover the shape exactly once, which the constructor has checked."""
         if self._boxes is None:
-            source, offset = self._whole
+            source, offset = self._contiguous_source
             view = View(source, offset, row_major(self.shape, numpy_dtype(self.dtype).itemsize))
             self._boxes = [] if 0 in self.shape else [Box((0,) * len(self.shape), self.shape, view)]
         return self._boxes
 
     @property
     def pieces(self) -> int:
-        """Number of boxes."""
+        """Number of boxes, or 0 for an empty tensor."""
         return int(0 not in self.shape) if self._boxes is None else len(self._boxes)
 
     @property
@@ -135,124 +183,187 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor in its own dtype."""
+        """Size of all elements in the tensor's own dtype, in bytes."""
         return self.numel * numpy_dtype(self.dtype).itemsize
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
     def read(self, index: tuple[slice, ...] | slice | None = None, out: Array | None = None) -> Array:
-        """Read the tensor, or only the part `array[index]` of it.
+        """Read the tensor or a slice of it.
+
+        If the checkpoint stores CRCs, the CRCs of the data that is read are verified.
 
         Args:
-            index: slices of step 1, at most one per dimension; None reads everything.
-            out: a contiguous array to fill, of the shape of the result and the tensor's dtype; for dtypes
-                that numpy lacks (BF16, F8_*) an integer array of the same width receives the bits.
+            index: Slices with step 1, at most one per dimension, as in `array[index]`. None reads the
+                complete tensor.
+            out: Contiguous array to fill, with the shape of the result and the tensor's dtype. For dtypes
+                that numpy does not have (`BF16` and the 8-bit floats), it may also be an integer array of
+                the same item size, which receives the bits of the elements.
 
         Returns:
-            `out`, or a new array, 0-d for a scalar; BF16 and F8_* have a dtype of `ml_dtypes`.
+            `out`, or a new array, which is 0-d for a scalar. The dtype of `BF16` and 8-bit float arrays comes
+            from `ml_dtypes`.
 
         Raises:
-            CheckpointError: a file is missing, short or damaged; stored CRCs of what is read are checked.
+            CheckpointError: A file is missing, short or damaged.
             ValueError: `index` or `out` does not fit the tensor.
         """
-        lows, sizes = self._region(index)
-        kind = numpy_dtype(self.dtype)
+        starts, sizes = self._resolve_index(index)
+        dtype = numpy_dtype(self.dtype)
         if out is None:
-            out = np.empty(sizes, kind)
+            out = np.empty(sizes, dtype)
         elif out.shape != sizes:
-            raise ValueError(f"{self.name}: out has shape {out.shape}, the slice has {sizes}")
-        elif out.dtype != kind and not (
-            kind.kind == "V" and out.dtype.kind in "iu" and out.dtype.itemsize == kind.itemsize
+            raise ValueError(
+                f"{self.name}: out has shape {out.shape}, but the slice has shape {sizes}; "
+                "pass an array with the shape of the slice"
+            )
+        elif out.dtype != dtype and not (
+            dtype.kind == "V" and out.dtype.kind in "iu" and out.dtype.itemsize == dtype.itemsize
         ):
-            raise ValueError(f"{self.name}: out has dtype {out.dtype}, the tensor {kind}")
+            raise ValueError(
+                f"{self.name}: out has dtype {out.dtype}, but the tensor has dtype {dtype}; "
+                "pass an array with the dtype of the tensor"
+            )
         elif not (out.flags.c_contiguous and out.flags.writeable):
-            raise ValueError(f"{self.name}: out must be contiguous and writeable")
-        touched: Touched = set()
-        self.fill(out.view(kind), lows, touched)
-        for span in touched:
+            raise ValueError(
+                f"{self.name}: out is not contiguous or not writable; pass a contiguous, writable array"
+            )
+        unverified_spans: Touched = set()
+        self.fill(out.view(dtype), starts, unverified_spans)
+        for span in unverified_spans:
             span.verify()
         return out
 
-    def fill(self, out: Array, lows: Shape, touched: Touched) -> None:
-        """Fill `out` with the region that starts at `lows`; the caller must verify the spans in `touched`."""
+    def fill(self, out: Array, starts: Shape, unverified_spans: Touched) -> None:
+        """Fill an array with a region of the tensor, without verifying the stored CRCs.
+
+        Args:
+            out: Array to fill, with the tensor's numpy dtype and any memory layout. Its shape is the shape of
+                the region.
+            starts: Index of the region's first element along each dimension.
+            unverified_spans: Set that receives the file spans whose CRC must still be verified. The caller
+                must verify them before it uses the elements, see `FileSpan.verify`.
+        """
         if out.size == 0:
             return
-        for box in self._overlapping(lows, out.shape):
-            target, start = [], []
-            for low, size, offset, length in zip(lows, out.shape, box.offsets, box.sizes, strict=True):
-                first, last = max(low, offset), min(low + size, offset + length)
-                if first >= last:
+        for box in self._find_overlapping_boxes(starts, out.shape):
+            out_slices, box_starts = [], []
+            for start, size, box_offset, box_size in zip(
+                starts, out.shape, box.offsets, box.sizes, strict=True
+            ):
+                first, stop = max(start, box_offset), min(start + size, box_offset + box_size)
+                if first >= stop:
                     break
-                target.append(slice(first - low, last - low))
-                start.append(first - offset)
+                out_slices.append(slice(first - start, stop - start))
+                box_starts.append(first - box_offset)
             else:
                 view = box.view
-                at = view.offset + sum(i * stride for i, stride in zip(start, view.strides, strict=True))
-                part = out[tuple(target)] if target else out
-                _gather(part, view.source, at, view.strides, touched)
+                offset = view.offset + sum(
+                    i * stride for i, stride in zip(box_starts, view.strides, strict=True)
+                )
+                overlap = out[tuple(out_slices)] if out_slices else out
+                _copy_region(overlap, view.source, offset, view.strides, unverified_spans)
 
-    def blocks(self, nbytes: int, touched: Touched) -> Iterator[Array]:
-        """The elements in row-major order, in flat blocks of at most `nbytes`, each valid until the next.
+    def blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[Array]:
+        """Iterate over the elements in row-major order, without verifying the stored CRCs.
 
-        The caller must verify the spans in `touched` before it trusts the bytes.
+        All blocks share one buffer, so a block is only valid until the next block is read.
+
+        Args:
+            nbytes: Maximum size of a block in bytes. A block has at least one element.
+            unverified_spans: Set that receives the file spans whose CRC must still be verified. The caller
+                must verify them before it uses the elements, see `FileSpan.verify`.
+
+        Yields:
+            Blocks of elements as 1-d arrays.
         """
-        kind = numpy_dtype(self.dtype)
-        step, inner = max(1, nbytes // kind.itemsize), 1
-        for size in reversed(self.shape):  # as many whole rows as fit
-            if inner * size > step:
+        dtype = numpy_dtype(self.dtype)
+        block_numel, row_numel = max(1, nbytes // dtype.itemsize), 1
+        # A block consists of complete rows. A row is the largest trailing slice that fits into a block.
+        for size in reversed(self.shape):
+            if row_numel * size > block_numel:
                 break
-            inner *= max(1, size)
-        step -= step % inner
-        buffer, run = np.empty(min(step, self.numel), kind), self.run() if self.numel else None
-        for start in range(0, self.numel, step):
+            row_numel *= max(1, size)
+        block_numel -= block_numel % row_numel
+        buffer, source = np.empty(min(block_numel, self.numel), dtype), self.run() if self.numel else None
+        for start in range(0, self.numel, block_numel):
             block = buffer[: self.numel - start]
-            if run is None:
-                self.fill_flat(block, start, touched)
+            if source is None:
+                self.fill_flat(block, start, unverified_spans)
             else:
-                run.read_into(block.view(np.uint8).data, start * kind.itemsize, touched)
+                source.read_into(block.view(np.uint8).data, start * dtype.itemsize, unverified_spans)
             yield block
 
-    def fill_flat(self, out: Array, start: int, touched: Touched, prefix: Shape = ()) -> None:
-        """Fill the flat `out` from element `start` of the rows below `prefix`, in row-major order."""
-        rest = self.shape[len(prefix) :]
-        if not rest:
-            self.fill(out.reshape((1,) * len(prefix)), prefix, touched)
+    def fill_flat(self, out: Array, start: int, unverified_spans: Touched, prefix: Shape = ()) -> None:
+        """Fill a 1-d array with consecutive elements in row-major order, without verifying the stored CRCs.
+
+        Args:
+            out: Contiguous 1-d array to fill, with the tensor's numpy dtype.
+            start: Index of the first element in the flattened tensor, or in the flattened part of the tensor
+                that `prefix` selects.
+            unverified_spans: Set that receives the file spans whose CRC must still be verified. The caller
+                must verify them before it uses the elements, see `FileSpan.verify`.
+            prefix: Indices along the leading dimensions. They select the part of the tensor to read.
+        """
+        trailing_shape = self.shape[len(prefix) :]
+        if not trailing_shape:
+            self.fill(out.reshape((1,) * len(prefix)), prefix, unverified_spans)
             return
-        inner = prod(rest[1:])
+        row_numel = prod(trailing_shape[1:])
         while out.size:
-            row, offset = divmod(start, inner)
-            if offset or out.size < inner:
-                count = min(inner - offset, out.size)
-                self.fill_flat(out[:count], offset, touched, (*prefix, row))
+            row, offset = divmod(start, row_numel)
+            if offset or out.size < row_numel:
+                count = min(row_numel - offset, out.size)
+                self.fill_flat(out[:count], offset, unverified_spans, (*prefix, row))
             else:
-                rows = out.size // inner
-                count = rows * inner
-                shape = ((1,) * len(prefix)) + (rows, *rest[1:])
-                self.fill(out[:count].reshape(shape), (*prefix, row, *[0] * (len(rest) - 1)), touched)
+                num_rows = out.size // row_numel
+                count = num_rows * row_numel
+                shape = ((1,) * len(prefix)) + (num_rows, *trailing_shape[1:])
+                self.fill(
+                    out[:count].reshape(shape),
+                    (*prefix, row, *[0] * (len(trailing_shape) - 1)),
+                    unverified_spans,
+                )
             start, out = start + count, out[count:]
 
     def verified_blocks(self, nbytes: int) -> Iterator[Array]:
-        """`blocks`, with all stored CRCs checked after the last."""
-        touched: Touched = set()
-        yield from self.blocks(nbytes, touched)
-        for span in touched:
+        """Iterate over the elements like `blocks`, and verify all stored CRCs after the last block.
+
+        Args:
+            nbytes: Maximum size of a block in bytes. A block has at least one element.
+
+        Yields:
+            Blocks of elements as 1-d arrays. A block is only valid until the next block is read.
+
+        Raises:
+            CheckpointError: A file is missing, short or damaged. A wrong CRC is only detected after the last
+                block.
+        """
+        unverified_spans: Touched = set()
+        yield from self.blocks(nbytes, unverified_spans)
+        for span in unverified_spans:
             span.verify()
 
     def release(self) -> None:
-        """Free what reading has cached, once the tensor has been written."""
+        """Free the memory that reads of the tensor have cached. The tensor can still be read again."""
         for box in self._boxes or ():
             box.release()
 
     def whole_span(self, *, located: bool = False) -> FileSpan | None:
-        """The row-major bytes of the tensor, if they are contiguous in one file and need no CRC check.
+        """Return the file span that contains the elements in row-major order and nothing else.
+
+        The bytes of the span can be copied from file to file without being interpreted.
 
         Args:
-            located: None, too, if a file would have to be read to know it.
+            located: If True, return None instead of reading a file to locate the elements.
+
+        Returns:
+            The span, or None if there is no such span or if its CRC must still be verified.
         """
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
             return None
-        view = self.boxes[0].located if located else self.boxes[0].view
+        view = self.boxes[0].available_view if located else self.boxes[0].view
         if view is None:
             return None
         span = view.source
@@ -263,49 +374,70 @@ class Tensor:
         return span.file.span(span.offset + view.offset, self.nbytes)
 
     def run(self) -> Source | None:
-        """All bytes as one row-major source, if every piece is row-major and cut along dim 0 only."""
+        """Return a source that contains the elements in row-major order and nothing else.
+
+        Returns:
+            The source, or None if a box is not row-major, a box exceeds its source, or the tensor is split
+            along a dimension other than 0.
+        """
         strides = row_major(self.shape, numpy_dtype(self.dtype).itemsize)
-        parts = []
+        sources = []
         for box in self.boxes:
             if box.sizes[1:] != self.shape[1:]:
                 return None
             view = box.view
             nbytes = box.sizes[0] * strides[0] if strides else numpy_dtype(self.dtype).itemsize
-            differ = any(
-                size > 1 and ours != theirs
-                for size, ours, theirs in zip(box.sizes, strides, view.strides, strict=True)
+            strides_differ = any(
+                size > 1 and stride != box_stride
+                for size, stride, box_stride in zip(box.sizes, strides, view.strides, strict=True)
             )
-            if differ or view.offset + nbytes > view.source.nbytes:
+            if strides_differ or view.offset + nbytes > view.source.nbytes:
                 return None
-            parts.append(Slice(view.source, view.offset, nbytes))
-        return parts[0] if len(parts) == 1 else Joined(parts)
+            sources.append(Slice(view.source, view.offset, nbytes))
+        return sources[0] if len(sources) == 1 else Joined(sources)
 
-    def _region(self, index: tuple[slice, ...] | slice | None) -> tuple[Shape, Shape]:
+    def _resolve_index(self, index: tuple[slice, ...] | slice | None) -> tuple[Shape, Shape]:
+        """Return the start and the size of an index along every dimension."""
         slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
         if len(slices) > len(self.shape):
-            raise ValueError(f"{self.name}: {len(slices)} slices for {len(self.shape)} dimensions")
-        lows, sizes = [], []
+            raise ValueError(
+                f"{self.name}: the index has {len(slices)} slices, but the tensor has {len(self.shape)} "
+                "dimensions; pass at most one slice per dimension"
+            )
+        starts, sizes = [], []
         for dim, length in enumerate(self.shape):
-            part = slices[dim] if dim < len(slices) else slice(None)
-            if not isinstance(part, slice) or part.step not in (None, 1):
-                raise ValueError(f"{self.name}: only slices of step 1 can be read, not {part!r}")
-            start, stop, _ = part.indices(length)
-            lows.append(start)
+            dim_slice = slices[dim] if dim < len(slices) else slice(None)
+            if not isinstance(dim_slice, slice) or dim_slice.step not in (None, 1):
+                raise ValueError(
+                    f"{self.name}: the index {dim_slice!r} is not supported; pass slices with step 1"
+                )
+            start, stop, _ = dim_slice.indices(length)
+            starts.append(start)
             sizes.append(max(0, stop - start))
-        return tuple(lows), tuple(sizes)
+        return tuple(starts), tuple(sizes)
 
-    def _overlapping(self, lows: Shape, sizes: Shape) -> Sequence[Box]:
-        """The boxes that may meet the region, judged along dim 0."""
+    def _find_overlapping_boxes(self, starts: Shape, sizes: Shape) -> Sequence[Box]:
+        """Return the boxes that may overlap a region, comparing only their extent along dimension 0."""
         boxes = self.boxes
-        if not lows or len(boxes) <= 1:
+        if not starts or len(boxes) <= 1:
             return boxes
-        first = bisect_right(self._reach, lows[0])
-        last = bisect_right(self._starts, lows[0] + sizes[0] - 1)
+        first = bisect_right(self._dim0_max_stops, starts[0])
+        last = bisect_right(self._dim0_starts, starts[0] + sizes[0] - 1)
         return boxes[first:last]
 
 
 def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
-    """Whether a value of a file is a shape, or the offsets in one. Checked before any product is taken."""
+    """Return whether a value from a file is a valid shape, or valid offsets or strides.
+
+    Call it before multiplying the values, because the numbers in a damaged file may be negative or so large
+    that their product takes very long to compute.
+
+    Args:
+        value: Any value that was parsed from a file.
+
+    Returns:
+        True if the value is a list or tuple of at most `MAX_DIMS` integers in [0, 2**63).
+    """
     return (
         type(value) in (tuple, list)
         and len(value) <= MAX_DIMS
@@ -314,68 +446,111 @@ def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
 
 
 def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
-    """`shape` as a tuple; CheckpointError if no tensor can have it. Checked before any product is taken."""
+    """Check that a shape is within the limits of torch, and return it as a tuple.
+
+    The number of dimensions and every size are checked before the sizes are multiplied, because the numbers
+    in a damaged file may be so large that their product takes very long to compute.
+
+    Args:
+        name: Name of the tensor, used in error messages.
+        dtype: Element type by its safetensors name.
+        shape: Shape to check.
+
+    Returns:
+        The shape as a tuple.
+
+    Raises:
+        CheckpointError: The shape has too many dimensions, a size is negative or the tensor is too large, or
+            the dtype is unknown.
+    """
     shape = tuple(shape)
     if len(shape) > MAX_DIMS:
-        raise CheckpointError(f"{name}: impossible shape, of {len(shape)} dimensions")
+        raise CheckpointError(
+            f"{name}: impossible shape with {len(shape)} dimensions, more than torch supports; "
+            "the file is damaged, restore it from a copy"
+        )
     if shape and not 0 <= min(shape) <= max(shape) <= _MAX_BYTES:
-        raise CheckpointError(f"{name}: impossible shape, a size is negative or beyond 2**63")
+        raise CheckpointError(
+            f"{name}: impossible shape, a size is negative or at least 2**63; "
+            "the file is damaged, restore it from a copy"
+        )
     if prod(shape) * numpy_dtype(dtype).itemsize > _MAX_BYTES:
-        raise CheckpointError(f"{name}: impossible shape {list(shape)}")
+        raise CheckpointError(
+            f"{name}: impossible shape {list(shape)} with 2**63 bytes or more; "
+            "the file is damaged, restore it from a copy"
+        )
     return shape
 
 
 def row_major(shape: Sequence[int], itemsize: int) -> Shape:
-    """Byte strides of a contiguous array of `shape`."""
-    strides, step = [], itemsize
+    """Return the strides of a contiguous array in row-major order.
+
+    Args:
+        shape: Shape of the array.
+        itemsize: Size of an element in bytes.
+
+    Returns:
+        Stride of each dimension, in bytes.
+    """
+    strides, stride = [], itemsize
     for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
+        strides.append(stride)
+        stride *= max(1, size)
     return tuple(reversed(strides))
 
 
-def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touched) -> None:
-    """Copy a strided region of `source` into `out`, in bounded memory.
+def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unverified_spans: Touched) -> None:
+    """Copy a strided region of a source into an array, with a bounded amount of memory.
 
     Args:
-        out: of any memory layout.
-        source: the bytes to read.
-        at: byte offset of the region's first element.
-        strides: of the region in `source`, in bytes.
-        touched: receives the files that are read.
+        out: Array to fill, with the shape of the region and any memory layout.
+        source: Source that contains the region.
+        offset: Position of the region's first element in `source`, in bytes.
+        strides: Strides of the region in `source`, in bytes.
+        unverified_spans: Set that receives the file spans whose CRC must still be verified.
     """
-    width = out.itemsize
+    itemsize = out.itemsize
     dims = [dim for dim, size in enumerate(out.shape) if size != 1]
     if len(dims) < out.ndim:
         out = out[tuple(slice(None) if size != 1 else 0 for size in out.shape)] if dims else out.reshape(())
         strides = tuple(strides[dim] for dim in dims)
-    if out.flags.c_contiguous and strides == row_major(out.shape, width):
-        source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
+    if out.flags.c_contiguous and strides == row_major(out.shape, itemsize):
+        source.read_into(out.reshape(-1).view(np.uint8).data, offset, unverified_spans)
         return
-    held: Callable[[int, Touched], memoryview] | None = getattr(source, "held", None)
-    if held is not None:  # its bytes are in memory: compressed ones
-        whole = held(out.nbytes, touched)
-        out[...] = np.ndarray(out.shape, out.dtype, buffer=whole, offset=at, strides=strides)
+    # A compressed source keeps its decompressed content in memory, so the region can be copied directly.
+    load_content: Callable[[int, Touched], memoryview] | None = getattr(source, "held", None)
+    if load_content is not None:
+        content = load_content(out.nbytes, unverified_spans)
+        out[...] = np.ndarray(out.shape, out.dtype, buffer=content, offset=offset, strides=strides)
         return
-    span = width + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
-    if span <= SCRATCH_BYTES:
-        scratch = _scratch()[:span]
-        source.read_into(scratch, at, touched)
+    nbytes = itemsize + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
+    if nbytes <= SCRATCH_BYTES:
+        scratch = _get_scratch_buffer()[:nbytes]
+        source.read_into(scratch, offset, unverified_spans)
         out[...] = np.ndarray(out.shape, out.dtype, buffer=scratch, strides=strides)
         return
+    # The region does not fit into the scratch buffer: split it along the dimension with the largest stride.
+    # A "row" is the part of the region at one index of this dimension.
     dim = max(range(out.ndim), key=lambda d: (strides[d], out.shape[d]))
-    step, rest = strides[dim], span - (out.shape[dim] - 1) * strides[dim]
-    # Read long rows that are far apart one by one, others as many at a time as the scratch buffer holds.
-    sparse = step > 2 * rest and rest >= 1 << 15
-    count = 1 if sparse or rest + step > SCRATCH_BYTES else 1 + (SCRATCH_BYTES - rest) // max(1, step)
-    before = (slice(None),) * dim
-    for row in range(0, out.shape[dim], count):
-        rows = (*before, slice(row, row + count))
-        _gather(out[rows], source, at + row * step, strides, touched)
+    stride, row_nbytes = strides[dim], nbytes - (out.shape[dim] - 1) * strides[dim]
+    # Read long rows that are far apart one by one, because a larger read would mostly fetch the gaps between
+    # them. Read all other rows in groups that fit into the scratch buffer.
+    sparse = stride > 2 * row_nbytes and row_nbytes >= 1 << 15
+    rows_per_read = (
+        1
+        if sparse or row_nbytes + stride > SCRATCH_BYTES
+        else 1 + (SCRATCH_BYTES - row_nbytes) // max(1, stride)
+    )
+    leading_slices = (slice(None),) * dim
+    for row in range(0, out.shape[dim], rows_per_read):
+        row_slices = (*leading_slices, slice(row, row + rows_per_read))
+        _copy_region(out[row_slices], source, offset + row * stride, strides, unverified_spans)
 
 
-def _scratch() -> memoryview:
-    buffer: memoryview | None = getattr(_local, "scratch", None)
+def _get_scratch_buffer() -> memoryview:
+    """Return the scratch buffer of the current thread, with at least `SCRATCH_BYTES` bytes."""
+    buffer: memoryview | None = getattr(_thread_local, "scratch", None)
     if buffer is None or len(buffer) < SCRATCH_BYTES:
-        buffer = _local.scratch = np.empty(SCRATCH_BYTES, np.uint8).data  # pages that are used take memory
+        # np.empty only reserves address space. Pages take physical memory when they are first used.
+        buffer = _thread_local.scratch = np.empty(SCRATCH_BYTES, np.uint8).data
     return buffer

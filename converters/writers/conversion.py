@@ -1,8 +1,8 @@
-"""Plans of what to write, and carrying them out: shared by all writers.
+"""Plan of the files of a conversion, and the code that writes them. All writers share this module.
 
-A writer makes a plan of the files, each a sequence of literal bytes and tensors. Everything but the tensor
-data is known before writing starts, so a plan can be printed, measured and checked against the free disk
-space. `carry_out` then streams it.
+A writer builds a `Plan` of the output files. Each file is a sequence of literal bytes and tensors. Everything
+except the tensor data is known before writing starts, so a plan can be printed, measured and checked against
+the free disk space. `carry_out` then streams the tensor data into the files.
 """
 
 from __future__ import annotations
@@ -46,24 +46,26 @@ if TYPE_CHECKING:
     from converters.writers.remote_draft import StoreOutput, UploadedPiece
 
     Output = FolderOutput | StoreOutput
-    OutPiece = Piece | UploadedPiece
+    OutputPiece = Piece | UploadedPiece
 
 
-# Outputs up to this size are never refused as an expansion.
-FREE_BYTES = 64 << 20
-# The bytes that `st_blocks` counts in.
-_BLOCK = 512
+# Outputs up to this size, in bytes, are never refused for being much larger than the source.
+_MAX_UNCHECKED_BYTES = 64 << 20
+# Unit of `st_blocks` in the result of `os.stat`, in bytes.
+_STAT_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What to write of a checkpoint.
+    """Options that determine the content of the output.
 
     Attributes:
-        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating model tensors of at least
-            one dimension; for GGUF also q8_0, q4_0 and mxfp4.
-        max_shard_size: bytes of a file, where the format has several; a larger tensor gets a file of its own.
-        optimizer: also write the optimizer's state and parameter groups.
+        dtype: Dtype to cast floating-point model tensors to: `"float32"`, `"bfloat16"` or `"float16"`
+            (`"fp32"`, `"bf16"` or `"fp16"` for short), or `"keep"` to keep the dtypes. GGUF also supports
+            `"q8_0"`, `"q4_0"` and `"mxfp4"`. 8-bit floats and 0-d tensors are never cast.
+        max_shard_size: Maximum size of a file in bytes, for formats that split the tensors into several
+            files. A larger tensor gets a file of its own.
+        optimizer: Whether to also write the optimizer state and the parameter groups.
     """
 
     dtype: str = "keep"
@@ -73,7 +75,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the output and the dtype to write; `name` is unique within the output."""
+    """Tensor of the output.
+
+    Attributes:
+        name: Name that is unique within the output.
+        dtype: Dtype to write, by its safetensors name.
+        tensor: Source tensor. It is cast when it is written if it has another dtype.
+    """
 
     name: str
     dtype: str
@@ -81,15 +89,23 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Size of the written tensor in bytes."""
         return self.tensor.numel * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
 class Trailer:
-    """`nbytes` bytes after a tensor, computed from the CRC32 of its data; `late` once all else is written."""
+    """Bytes that follow a tensor and depend on the CRC32 of the tensor's data.
+
+    Attributes:
+        nbytes: Size of the trailer in bytes.
+        compute: Function from the CRC32 of the tensor's data to the bytes of the trailer.
+        late: Whether to write the trailer after all other parts of the plan, for example because it depends
+            on the CRC32 of several tensors.
+    """
 
     nbytes: int
-    make: Callable[[int], bytes]
+    compute: Callable[[int], bytes]
     late: bool = False
 
 
@@ -98,31 +114,39 @@ Part = bytes | Entry | Trailer
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file to write: literal bytes, tensors and trailers, in order."""
+    """File to write.
+
+    Attributes:
+        name: Path of the file, relative to the output folder.
+        parts: Literal bytes, tensors and trailers, in the order of the file.
+    """
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def entries(self) -> list[Entry]:
-        """The tensors of the file."""
+        """Tensors of the file."""
         return [part for part in self.parts if isinstance(part, Entry)]
 
     @property
     def nbytes(self) -> int:
-        return sum(map(_nbytes, self.parts))
+        """Size of the file in bytes."""
+        return sum(map(_count_bytes, self.parts))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All output of a conversion.
+    """Complete output of a conversion.
 
     Attributes:
-        files: the files that hold tensors.
-        documents: small files: name -> content.
-        companions: files copied unchanged: name -> path.
-        reopen: the written folder -> its tensors by `Entry.name`, for `--verify`.
-        losses: what its casts changed beyond rounding, once it is carried out.
+        files: Files that contain tensors.
+        documents: Contents of small files, by file name.
+        companions: Source paths of files to copy unchanged, by the name of the copy.
+        reopen: Function that opens the written folder and returns its tensors by `Entry.name`. `--verify`
+            compares them with the source.
+        losses: Counts of the elements that became infinite or zero because of a cast. `carry_out` fills
+            them in.
     """
 
     files: tuple[PlannedFile, ...]
@@ -133,113 +157,177 @@ class Plan:
 
     @property
     def names(self) -> set[str]:
-        """The names of all files."""
+        """Names of all files."""
         return {*(file.name for file in self.files), *self.documents, *self.companions}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that hold tensors."""
+        """Size of the files that contain tensors, in bytes."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def buffer(self) -> int:
-        """Peak bytes of tensor data in memory."""
+        """Peak size of the tensor data in memory while the plan is carried out, in bytes."""
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
         return BLOCK_BYTES * (3 if casts else 1) * threads()
 
 
-def _nbytes(part: Part) -> int:
+def _count_bytes(part: Part) -> int:
+    """Return the size of a part in bytes."""
     return len(part) if isinstance(part, bytes) else part.nbytes
 
 
 def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[Entry]:
-    """The model's tensors in the dtype of `--dtype`, on demand under every name of tied ones.
+    """List the model tensors to write and the dtype of each.
+
+    Args:
+        checkpoint: Checkpoint to write.
+        dtype: Value of `--dtype`, see `Choices`.
+        aliases: Whether to also write tied tensors under each of their aliases.
+
+    Returns:
+        One entry per name to write.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: The checkpoint does not contain model tensors, a name is not valid Unicode, or
+            `dtype` is unknown.
     """
-    target = parse_dtype(dtype)
+    target_dtype = parse_dtype(dtype)
     if not checkpoint.tensors:
-        raise CheckpointError(f"{checkpoint.root}: holds no model tensors")
+        raise CheckpointError(
+            f"{checkpoint.root}: the checkpoint has no model tensors; "
+            "choose a checkpoint that contains a model"
+        )
     for name in checkpoint.tensors:
-        _check_name(name, checkpoint.root)
+        _check_tensor_name(name, checkpoint.root)
     tensors = dict(checkpoint.tensors)
     if aliases:
         tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
-    # What lies in a module of quantized weights, or below such a weight: scales keep their dtypes.
-    packed = [name for name, tensor in tensors.items() if tensor.dtype in QUANTIZED and tensor.shape]
-    quantized = {*packed, *(name.rpartition(".")[0] for name in packed)}
+    # Do not cast the tensors next to or below a quantized weight, because they may be its scales.
+    quantized_weights = [
+        name for name, tensor in tensors.items() if tensor.dtype in QUANTIZED and tensor.shape
+    ]
+    quantized_modules = {*quantized_weights, *(name.rpartition(".")[0] for name in quantized_weights)}
 
-    def kind(name: str, tensor: Tensor) -> str:
+    def choose_dtype(name: str, tensor: Tensor) -> str:
         module, _, leaf = name.rpartition(".")
-        return cast_dtype(tensor, None if module in quantized and leaf != "bias" else target)
+        return cast_dtype(tensor, None if module in quantized_modules and leaf != "bias" else target_dtype)
 
-    return [Entry(name, kind(name, tensor), tensor) for name, tensor in tensors.items()]
+    return [Entry(name, choose_dtype(name, tensor), tensor) for name, tensor in tensors.items()]
 
 
-def _check_name(name: str, where: Place) -> None:
-    """Refuse a name with a lone surrogate, which cannot be written as UTF-8."""
+def _check_tensor_name(name: str, root: Place) -> None:
+    """Raise CheckpointError if a name has a lone surrogate, because it cannot be written as UTF-8."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise CheckpointError(f"{where}: the tensor {name!r}: its name is not valid Unicode") from None
+        raise CheckpointError(
+            f"{root}: the tensor name {name!r} is not valid Unicode; rename the tensor in the checkpoint"
+        ) from None
 
 
 def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
-    """The checkpoint's optimizer; CheckpointError if it has none."""
+    """Return the optimizer state of a checkpoint that must have one.
+
+    Args:
+        checkpoint: Checkpoint to write with its optimizer state.
+
+    Returns:
+        The optimizer state.
+
+    Raises:
+        OptimizerStateError: The checkpoint does not contain optimizer state.
+    """
     optimizer = checkpoint.optimizer
     if optimizer is None:
-        raise OptimizerStateError(f"{checkpoint.root}: holds no optimizer state")
+        raise OptimizerStateError(f"{checkpoint.root}: the checkpoint has no optimizer state")
     return optimizer
 
 
 def plain_groups(optimizer: OptimizerState) -> ParamGroups:
-    """The parameter groups as plain values; `betas` as the tuple that torch uses, not a list."""
-    listed: ParamGroups = plain(optimizer.param_groups, limit=MAX_GROUP_VALUES)
+    """Convert the parameter groups to plain Python values, for example to write them as JSON.
+
+    Args:
+        optimizer: Optimizer state with the parameter groups.
+
+    Returns:
+        The groups as dicts, lists, strings and numbers. Only `betas` is a tuple, as in torch.
+    """
+    groups: ParamGroups = plain(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
         {
             key: tuple(value) if key == "betas" and isinstance(value, list) else value
             for key, value in group.items()
         }
-        for group in listed
+        for group in groups
     ]
 
 
 def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, Entry]]:
-    """(parameter, state name, entry) of all optimizer state: numbers become 0-d tensors, nothing is cast."""
-    found = []
+    """List the tensors of the optimizer state to write.
+
+    Numbers become 0-d tensors. No tensor is cast.
+
+    Args:
+        optimizer: Optimizer state to write.
+        root: Folder or file of the checkpoint, used in error messages.
+
+    Returns:
+        Tuples of parameter name, state name and entry. The entry is called `<parameter name>.<state name>`.
+
+    Raises:
+        CheckpointError: A name is not valid Unicode.
+    """
+    entries = []
     for name, values in optimizer.state.items():
-        for what, value in values.items():
-            _check_name(f"{name}.{what}", root)
-            tensor = value if isinstance(value, Tensor) else _scalar(f"{name}.{what}", value)
-            found.append((name, what, Entry(f"{name}.{what}", tensor.dtype, tensor)))
-    return found
+        for state_name, value in values.items():
+            _check_tensor_name(f"{name}.{state_name}", root)
+            tensor = (
+                value if isinstance(value, Tensor) else _make_scalar_tensor(f"{name}.{state_name}", value)
+            )
+            entries.append((name, state_name, Entry(f"{name}.{state_name}", tensor.dtype, tensor)))
+    return entries
 
 
-def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
-    """Split into shards of at most `limit` bytes; a larger tensor gets a shard of its own."""
-    if limit < 1:
-        raise CheckpointError(f"max_shard_size {limit} is not a positive number of bytes")
-    made: list[list[Entry]] = [[]]
-    size = 0
+def shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Split tensors into shards of limited size, keeping their order.
+
+    Args:
+        entries: Tensors to split.
+        max_bytes: Maximum size of a shard in bytes. A larger tensor gets a shard of its own.
+
+    Returns:
+        The entries of each shard. There is at least one shard, which may be empty.
+
+    Raises:
+        CheckpointError: `max_bytes` is less than 1.
+    """
+    if max_bytes < 1:
+        raise CheckpointError(
+            f"max_shard_size: {max_bytes} is not a positive number of bytes; choose at least 1"
+        )
+    entries_by_shard: list[list[Entry]] = [[]]
+    shard_bytes = 0
     for entry in entries:
-        if made[-1] and size + entry.nbytes > limit:
-            made.append([])
-            size = 0
-        made[-1].append(entry)
-        size += entry.nbytes
-    return made
+        if entries_by_shard[-1] and shard_bytes + entry.nbytes > max_bytes:
+            entries_by_shard.append([])
+            shard_bytes = 0
+        entries_by_shard[-1].append(entry)
+        shard_bytes += entry.nbytes
+    return entries_by_shard
 
 
 class Options(TypedDict, total=False):
-    """How to carry a plan out.
+    """Options that determine how `carry_out` writes a plan.
 
     Attributes:
-        overwrite: replace the output where it exists.
-        progress: show a progress bar if stderr is a terminal; the default.
-        verify: read everything back and compare before the output appears.
-        expand: allow an output much larger than the source, where tensors share bytes: see `check_expansion`.
-        facts: extra fields for the completion marker of an output in an object store.
+        overwrite: Whether to replace an existing output. Default: False.
+        progress: Whether to show a progress bar if stderr is a terminal. Default: True.
+        verify: Whether to read the written tensors back and compare them with the source before the output
+            is published. Default: False.
+        expand: Whether to allow an output that is much larger than the source, see `check_expansion`.
+            Default: False.
+        facts: Extra fields for the completion marker of an output in an object store. Default: None.
     """
 
     overwrite: bool
@@ -257,30 +345,42 @@ def carry_out(
     single: bool = False,
     **options: Unpack[Options],
 ) -> Plan:
-    """Write a plan into `out`, atomically.
+    """Write a plan atomically.
+
+    On a disk, the output is written under a temporary name and renamed to `out` when it is complete. In an
+    object store, an output folder gets a completion marker when it is complete.
 
     Args:
-        single: `out` is the plan's only file, and no folder.
-        options: see `Options`.
+        checkpoint: Checkpoint to convert. Its folder and `out` must not contain each other.
+        make_plan: Function that returns the plan. It is called after `out` has been checked.
+        out: Output folder or file.
+        single: Whether `out` is the only file of the plan instead of a folder.
+        **options: Options of type `Options`.
+
+    Returns:
+        The plan that was written.
 
     Raises:
-        CheckpointError: `out` is refused, the source is damaged, or the disk is full.
+        CheckpointError: `out` cannot be written or replaced, the source is damaged, the output is much
+            larger than the source, or the disk is full.
+        TypeError: An option does not exist.
     """
-    if unknown := options.keys() - Options.__annotations__.keys():
-        raise TypeError(f"there is no option {min(unknown)}")  # misspelt, it would have no effect
+    # Check the names, because Python does not, and a misspelled option would have no effect.
+    if unknown_names := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"{min(unknown_names)}: unknown option; use one of the fields of Options")
     overwrite, verify = options.get("overwrite", False), options.get("verify", False)
     target = check_output(out, [checkpoint.root], overwrite=overwrite, single=single)
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=options.get("expand", False))
-    from tqdm import tqdm  # not at the top: slow to import
+    from tqdm import tqdm  # not imported at the top because the import is slow
 
-    # disable=None: no bar if stderr is not a terminal
-    compared = sum(entry.nbytes for file in plan.files for entry in file.entries) if verify else 0
+    verified_bytes = sum(entry.nbytes for file in plan.files for entry in file.entries) if verify else 0
     bar = tqdm(
-        total=plan.nbytes + compared,
+        total=plan.nbytes + verified_bytes,
         unit="B",
         unit_scale=True,
         desc=target.name.removeprefix(".").removesuffix(".new"),
+        # None disables the bar if stderr is not a terminal.
         disable=None if options.get("progress", True) else True,
     )
     output = new_output(
@@ -290,15 +390,15 @@ def carry_out(
         names=plan.names,
         single=single,
         facts=options.get("facts"),
-        copied=lambda: _copied(plan),
+        copied=lambda: _iter_copied_spans(plan),
     )
     with bar, output as draft:
-        workers = draft.threads or side_by_side(checkpoint.root)
-        touched: Touched = set()
-        late: list[Job] = []
-        in_parallel(_write_jobs(draft, plan, touched, late), bar.update, workers)
-        in_parallel(iter(late), bar.update, workers)
-        for span in touched:
+        num_threads = draft.threads or side_by_side(checkpoint.root)
+        unverified_spans: Touched = set()
+        late_jobs: list[Job] = []
+        in_parallel(_iter_write_jobs(draft, plan, unverified_spans, late_jobs), bar.update, num_threads)
+        in_parallel(iter(late_jobs), bar.update, num_threads)
+        for span in unverified_spans:
             span.verify()
         draft.commit()
         for name, data in plan.documents.items():
@@ -306,71 +406,95 @@ def carry_out(
         for name, path in plan.companions.items():
             draft.copy(path, name)
         if verify:
-            in_parallel(_verify_jobs(draft.folder, plan), bar.update, workers)
+            in_parallel(_iter_verify_jobs(draft.folder, plan), bar.update, num_threads)
     return plan
 
 
-def _copied(plan: Plan) -> Iterator[FileSpan]:
-    """The spans that `_write_entry` lets the kernel copy."""
+def _iter_copied_spans(plan: Plan) -> Iterator[FileSpan]:
+    """Iterate over the file spans that `_write_entry` lets the kernel copy."""
     for file in plan.files:
-        for part, after in zip_longest(file.parts, file.parts[1:]):
-            if isinstance(part, Entry) and part.dtype == part.tensor.dtype and not isinstance(after, Trailer):
+        for part, next_part in zip_longest(file.parts, file.parts[1:]):
+            if (
+                isinstance(part, Entry)
+                and part.dtype == part.tensor.dtype
+                and not isinstance(next_part, Trailer)
+            ):
                 span = part.tensor.whole_span(located=True)
                 if span is not None:
                     yield span
 
 
 def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> None:
-    """Refuse a plan that writes far more bytes than SRC's files hold, unless allowed.
+    """Check that a plan does not write far more bytes than the files of the source contain.
 
-    A pickled tensor can be a view that repeats its storage (a stride of 0, or many names for one storage), so
-    a kilobyte can become gigabytes.
+    A pickled tensor can be a view that repeats its storage: with a stride of 0, or with many names for one
+    storage. A kilobyte can therefore become gigabytes.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        plan: Plan to check.
+        allowed: Whether to allow any output size.
+
+    Raises:
+        CheckpointError: The output would be more than `EXPANSION` times the size of the source.
     """
-    if allowed or plan.nbytes <= FREE_BYTES:
+    if allowed or plan.nbytes <= _MAX_UNCHECKED_BYTES:
         return
-    held = _bytes_below(checkpoint.root)
-    # 0 for a checkpoint made in memory.
-    if held and plan.nbytes > EXPANSION * held:
-        most = max((entry for file in plan.files for entry in file.entries), key=lambda entry: entry.nbytes)
+    source_bytes = _count_source_bytes(checkpoint.root)
+    # A checkpoint that was created in memory has 0 bytes and cannot be checked.
+    if source_bytes and plan.nbytes > EXPANSION * source_bytes:
+        largest = max(
+            (entry for file in plan.files for entry in file.entries), key=lambda entry: entry.nbytes
+        )
         raise CheckpointError(
-            f"{checkpoint.root}: its files hold {held:,} bytes, its tensors {plan.nbytes:,} "
-            f"({most.name!r} alone {most.nbytes:,}), more than {EXPANSION} times as many; "
-            "give --expand to write them all"
+            f"{checkpoint.root}: the files contain {source_bytes:,} bytes, but the output would have "
+            f"{plan.nbytes:,} bytes (the tensor {largest.name!r} has {largest.nbytes:,} bytes), "
+            f"more than {EXPANSION} times as many; give --expand to write it anyway"
         )
 
 
-def _bytes_below(root: Place) -> int:
-    """Bytes of all files below the folder of a checkpoint, or beside its file."""
+def _count_source_bytes(root: Place) -> int:
+    """Return the total size of the files in the folder of a checkpoint, in bytes. Holes are not counted.
+
+    If the checkpoint was opened as a single file, all files in the same folder count, because the file may be
+    the index of several shards.
+    """
     folder = root.parent if root.is_file() else root
     files = files_below(folder).items()
     return sum(
-        found.size if in_store(folder) else _stored(folder / name, found.size) for name, found in files
+        file.size if in_store(folder) else _count_data_bytes(folder / name, file.size) for name, file in files
     )
 
 
-def _stored(path: Path, size: int) -> int:
-    """The bytes of a file that are not in holes; its blocks do not tell, since some systems compress them."""
-    stored, at = 0, 0
+def _count_data_bytes(path: Path, size: int) -> int:
+    """Return the number of bytes of a file that are not in holes.
+
+    A file with enough blocks for its size is not sparse. A file with fewer blocks may be sparse or compressed
+    by the file system, so its holes are located with `lseek`.
+    """
+    data_bytes, position = 0, 0
     try:
-        if path.stat().st_blocks * _BLOCK >= size:
+        if path.stat().st_blocks * _STAT_BLOCK_BYTES >= size:
             return size
         descriptor = open_regular(path.resolve())
-    except OSError:  # it is gone, or is another user's
+    except OSError:  # the file was removed or belongs to another user
         return 0
     try:
-        while at < size:
-            begin = os.lseek(descriptor, at, os.SEEK_DATA)
-            at = os.lseek(descriptor, begin, os.SEEK_HOLE)
-            stored += at - begin
+        while position < size:
+            data_start = os.lseek(descriptor, position, os.SEEK_DATA)
+            position = os.lseek(descriptor, data_start, os.SEEK_HOLE)
+            data_bytes += position - data_start
     except OSError as error:
-        if error.errno != errno.ENXIO:  # that nothing follows but a hole
+        # ENXIO means that only a hole follows. With any other error, holes cannot be detected.
+        if error.errno != errno.ENXIO:
             return size
     finally:
         os.close(descriptor)
-    return stored
+    return data_bytes
 
 
-def _scalar(name: str, value: Scalar) -> Tensor:
+def _make_scalar_tensor(name: str, value: Scalar) -> Tensor:
+    """Create a 0-d tensor: BOOL for a bool, I64 for an integer of at most 64 bits, F64 for other numbers."""
     if isinstance(value, bool):
         return Tensor.contiguous(name, "BOOL", (), Memory(bytes([value])))
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
@@ -378,104 +502,129 @@ def _scalar(name: str, value: Scalar) -> Tensor:
     return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
-def _write_jobs(draft: Output, plan: Plan, touched: Touched, late: list[Job]) -> Iterator[Job]:
-    """The plan as jobs, by turns of a few files; each file is created when its first job is drawn.
+def _iter_write_jobs(
+    draft: Output, plan: Plan, unverified_spans: Touched, late_jobs: list[Job]
+) -> Iterator[Job]:
+    """Iterate over the jobs that write a plan. A file is created when its first job is requested.
 
-    `late` receives those that may begin when all others have ended.
+    Args:
+        draft: Output to write to.
+        plan: Plan to write.
+        unverified_spans: Set that receives the file spans whose CRC must still be verified after all jobs.
+        late_jobs: List that receives the jobs that may only start when all other jobs have finished.
+
+    Yields:
+        Jobs that may run in parallel.
     """
 
-    def jobs(file: PlannedFile) -> Iterator[Job]:
-        runs = list(_runs(file.parts, FLUSH_BYTES))
-        out = draft.file(file.name, [nbytes for nbytes, _ in runs])
-        for number, (_, run) in enumerate(runs):
-            job = partial(_write_run, out.piece(number), run, touched, plan.losses)
-            if run and isinstance(run[-1], Trailer) and run[-1].late:
-                late.append(job)
+    def iter_file_jobs(file: PlannedFile) -> Iterator[Job]:
+        pieces = list(_group_parts(file.parts, FLUSH_BYTES))
+        output_file = draft.file(file.name, [nbytes for nbytes, _ in pieces])
+        for index, (_, parts) in enumerate(pieces):
+            job = partial(_write_piece, output_file.piece(index), parts, unverified_spans, plan.losses)
+            if parts and isinstance(parts[-1], Trailer) and parts[-1].late:
+                late_jobs.append(job)
             else:
                 yield job
 
-    # In an object store a file is sent in order, and its parts are made side by side.
-    return interleaved(map(jobs, plan.files), 1 if draft.threads else threads())
+    # On a disk, alternate between files, because the kernel lets only one thread at a time write to a file.
+    # In an object store, write one file after the other, because the pieces of a file are uploaded in order
+    # while several threads prepare them.
+    return interleaved(map(iter_file_jobs, plan.files), 1 if draft.threads else threads())
 
 
-def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]:
-    """(bytes, parts) of runs of at least `least` bytes except the last; a trailer stays with its tensor."""
-    run: list[Part] = []
-    size = 0
+def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, list[Part]]]:
+    """Group the parts of a file into pieces of at least `min_bytes` bytes.
+
+    Only the last piece may be smaller. A trailer is in the same piece as its tensor, because it depends on
+    the CRC32 of the tensor.
+
+    Yields:
+        Tuples of the size of a piece in bytes and its parts.
+    """
+    piece_parts: list[Part] = []
+    piece_bytes = 0
     for part in parts:
-        if size >= least and not isinstance(part, Trailer):
-            yield size, run
-            run, size = [], 0
-        run.append(part)
-        size += _nbytes(part)
-    yield size, run
+        if piece_bytes >= min_bytes and not isinstance(part, Trailer):
+            yield piece_bytes, piece_parts
+            piece_parts, piece_bytes = [], 0
+        piece_parts.append(part)
+        piece_bytes += _count_bytes(part)
+    yield piece_bytes, piece_parts
 
 
-def _write_run(
-    piece: OutPiece, run: list[Part], touched: Touched, losses: Losses, progress: Progress
+def _write_piece(
+    piece: OutputPiece, parts: list[Part], unverified_spans: Touched, losses: Losses, progress: Progress
 ) -> None:
+    """Write consecutive parts of a file."""
     crc = 0
-    for i, part in enumerate(run):
+    for i, part in enumerate(parts):
         if isinstance(part, Entry):
-            summed = i + 1 < len(run) and isinstance(run[i + 1], Trailer)
-            crc = _write_entry(piece, part, touched, losses, progress, summed=summed)
+            has_trailer = i + 1 < len(parts) and isinstance(parts[i + 1], Trailer)
+            crc = _write_entry(piece, part, unverified_spans, losses, progress, compute_crc=has_trailer)
         else:
-            data = part if isinstance(part, bytes) else part.make(crc)
+            data = part if isinstance(part, bytes) else part.compute(crc)
             piece.write(data)
             progress(len(data))
     piece.finish(progress)
 
 
 def _write_entry(
-    piece: OutPiece,
+    piece: OutputPiece,
     entry: Entry,
-    touched: Touched,
+    unverified_spans: Touched,
     losses: Losses,
     progress: Progress,
     *,
-    summed: bool,
+    compute_crc: bool,
 ) -> int:
-    """Stream one tensor; its CRC32 where `summed`."""
-    if not summed and entry.dtype == entry.tensor.dtype:
+    """Write one tensor. Return the CRC32 of its data if `compute_crc` is set, else 0."""
+    if not compute_crc and entry.dtype == entry.tensor.dtype:
         span = entry.tensor.whole_span()
         if span is not None and piece.copy(span, progress):
             return 0
     crc = 0
-    spans: Touched = set()
-    for block in cast_blocks(entry.tensor, entry.dtype, spans, losses=losses):
+    entry_spans: Touched = set()
+    for block in cast_blocks(entry.tensor, entry.dtype, entry_spans, losses=losses):
         data = block.view("u1").data
-        if summed:
+        if compute_crc:
             crc = isal_zlib.crc32(data, crc)
         piece.write(data)
         progress(len(data))
-    for span in spans:
-        # Verify a span that was read completely; one shared by several tensors waits for the last of them.
+    for span in entry_spans:
+        # Verify a span as soon as all of its bytes have been read. If several tensors share the span, this is
+        # the case after the last of them.
         if span.next_gap() is None:
             span.verify()
-            touched.discard(span)
+            unverified_spans.discard(span)
         else:
-            touched.add(span)
+            unverified_spans.add(span)
     entry.tensor.release()
     return crc
 
 
-def _verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
-    """Jobs that compare the written files with the source, tensor by tensor."""
-    copies = plan.reopen(folder)
+def _iter_verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
+    """Iterate over jobs that compare the written tensors with the source, one job per tensor."""
+    written_tensors = plan.reopen(folder)
     for file in plan.files:
         for entry in file.entries:
-            copy = copies.get(entry.name)
-            if copy is None or copy.shape != entry.tensor.shape or copy.dtype != entry.dtype:
+            written = written_tensors.get(entry.name)
+            if written is None or written.shape != entry.tensor.shape or written.dtype != entry.dtype:
                 raise CheckpointError(
-                    f"{file.name}: {entry.name!r} was not written as planned; this is a bug"
+                    f"{file.name}: the tensor {entry.name!r} is missing or has another shape or dtype than "
+                    "planned; this is a bug, please report it"
                 )
-            yield partial(_compare, file.name, entry, copy)
+            yield partial(_compare_tensors, file.name, entry, written)
 
 
-def _compare(file: str, entry: Entry, copy: Tensor, progress: Progress) -> None:
-    step = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
-    ours = cast_blocks(entry.tensor, entry.dtype, set())
-    for left, right in zip(ours, copy.verified_blocks(step), strict=True):
-        if left.tobytes() != right.tobytes():
-            raise CheckpointError(f"{file}: {entry.name!r} differs from the source")
-        progress(left.nbytes)
+def _compare_tensors(file_name: str, entry: Entry, written: Tensor, progress: Progress) -> None:
+    """Raise CheckpointError unless a written tensor equals its source bit for bit, after the cast."""
+    block_bytes = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
+    expected_blocks = cast_blocks(entry.tensor, entry.dtype, set())
+    for expected, actual in zip(expected_blocks, written.verified_blocks(block_bytes), strict=True):
+        if expected.tobytes() != actual.tobytes():
+            raise CheckpointError(
+                f"{file_name}: the written tensor {entry.name!r} differs from the source; "
+                "check the disk and convert again"
+            )
+        progress(expected.nbytes)
