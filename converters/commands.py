@@ -26,11 +26,11 @@ _NO_ROOM = re.compile("failed to map segment|annot allocate memory")
 _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
-    DONE: "done, or train.stop_after reached",
-    FAILED: "failed, not because of the input: out of memory, no network, a rank died",
-    REFUSED: "refused, nothing changed: an `error:` line names the remedy",
-    STOPPED: "stopped by a signal, checkpoint saved; the same command continues",
-    BY_SIGNAL: "plus the signal number: ended by a signal, nothing saved (130: Ctrl-C)",
+    DONE: "done, or train.stop_after was reached",
+    FAILED: "failed although the input is valid; for example, the disk is full",
+    REFUSED: "refused because of the input; the `error:` line names what to change",
+    STOPPED: "stopped by a signal after saving; the same command resumes the run",
+    BY_SIGNAL: "ended by signal N without saving; the code is 128 + N (130: Ctrl-C)",
 }
 """The meaning of each exit code, as `--help` shows it."""
 

@@ -175,11 +175,12 @@ def test_packed_conversations_and_a_part_of_the_model_move(
 
 
 def composed() -> Iterable[str]:
-    """What ``--all`` runs."""
-    yield "| engine | writes the reference, and goes on bit for bit, on | goes on from the reference on |"
+    """Yield the lines of the table in ``docs/moving.md``: every case that ``--all`` runs."""
+    yield "| engine | resumes its own run, bit for bit, on | resumes the reference run on |"
     yield "|---|---|---|"
     for name, (_, sizes) in ENGINES.items():
-        yield f"| **{name}** | {sizes[0]} | {', '.join(map(str, sorted(sizes)))} |"
+        label = name.replace("layers shared", "tensor parallel").replace("shared", "context parallel")
+        yield f"| **{label}** | {sizes[0]} | {', '.join(map(str, sorted(sizes)))} |"
 
 
 def test_the_table_of_the_page() -> None:
