@@ -1,13 +1,15 @@
-"""Every check of the project: python -m tests [--fast | --all] [--xla] [pytest arguments]
+"""Run all checks of the project: python -m tests [--fast | --all] [--xla] [pytest arguments]
 
-  --fast   leave out the tests marked slow: {fast} on two cores instead of {whole}
-  --all    also those marked exhaustive, which the others imply: all engines, pairs of formats, random cases
-  --xla    only the tests that need torch_xla, and no static checks: {xla}; in an environment of their own,
-           pip install -c constraints-xla.txt -e '.[test-xla]'. Without it they are left out
+  --fast   skip the tests marked slow: {fast} on two cores instead of {full}
+  --all    also run the tests marked exhaustive, which other tests imply: all engines, all pairs of formats,
+           random cases
+  --xla    run only the tests that need torch_xla, without the static checks: {xla}. They need a separate
+           environment: pip install -c constraints-xla.txt -e '.[test-xla]'. Without --xla they are skipped
 
-The static checks (ruff, mypy, import-linter, the generated pages, budget.toml) run beside the tests.
-Several processes share the tests; -n0, or tests that are named, run in one. The end lists the longest tests.
-The exit code is 0 only where every check passed. pytest's own options: python -m pytest --help
+The static checks (ruff, mypy, import-linter, the generated pages, the language) run at the same time as the
+tests. Several processes share the tests. With -n0, or if you name tests, one process runs them. The output
+ends with the slowest tests. The exit code is 0 only if all checks passed. Options of pytest are listed by
+python -m pytest --help
 """
 
 from __future__ import annotations
@@ -24,27 +26,33 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MOST = 8
-NEEDED = 5 << 30
-"""Bytes of memory for each process that runs tests, with the ranks that it keeps."""
+MAX_PROCESSES = 8
+BYTES_PER_PROCESS = 5 << 30
+"""Memory that a test process and its ranks need."""
 
-NICE = 10
-"""Of the static checks: tests wait for other processes often enough."""
+NICENESS = 10
+"""Niceness of the static checks. They finish in time, because tests often wait for other processes."""
 
 STATIC: dict[str, list[str]] = {
     "ruff check": ["-m", "ruff", "check"],
     "ruff format": ["-m", "ruff", "format", "--check"],
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as main; main()"],
     "reference": ["-m", "portable.config.reference", "--check"],
-    "budget": ["-m", "tests.budget"],
     "promises": ["-m", "tests.promises", "--check"],
+    "language": ["-m", "tests.language"],
     "mypy": ["-m", "mypy"],
 }
-"""The quick ones first, each as what follows this Python."""
+"""Arguments of Python for each static check. Fast checks come first."""
 
 
 class Result(NamedTuple):
-    """How a check ended."""
+    """Result of a check.
+
+    Attributes:
+        name: Name of the check.
+        passed: Whether the check passed.
+        seconds: Run time.
+    """
 
     name: str
     passed: bool
@@ -54,63 +62,76 @@ class Result(NamedTuple):
         return f"{self.name} {'passed' if self.passed else 'FAILED'}"
 
 
-TIMES = {"whole": "10 minutes", "fast": "1 minute", "xla": "3 minutes"}
-XLA_ELSEWHERE = (
-    "The tests that need torch_xla are left out; in the environment of constraints-xla.txt, "
-    "`python -m tests --xla` runs them."
+TIMES = {"full": "10 minutes", "fast": "1 minute", "xla": "3 minutes"}
+XLA_NOTE = (
+    "Tests that need torch_xla are skipped. Run them with `python -m tests --xla` in the environment of "
+    "constraints-xla.txt."
 )
 
 
-def pytest_command(arguments: list[str]) -> list[str]:
+def build_pytest_command(arguments: list[str]) -> list[str]:
+    """Build the arguments of Python that run pytest.
+
+    Args:
+        arguments: Arguments of this program. Its own options are replaced, and others are passed to pytest.
+    """
     marks = ["xla" if "--xla" in arguments else "not xla", *["not slow"] * ("--fast" in arguments)]
-    rest = [argument for argument in arguments if argument not in ("--fast", "--xla")]
-    named = any(not argument.startswith("-") for argument in rest)
-    alone = named or any(argument.startswith(("-n", "-s", "--pdb")) for argument in rest)
-    spread = [] if alone else [f"-n{processes()}", "--no-loadscope-reorder"]
-    return ["-m", "pytest", "-m", " and ".join(marks), "--durations=10", *spread, *rest]
+    others = [argument for argument in arguments if argument not in ("--fast", "--xla")]
+    names_tests = any(not argument.startswith("-") for argument in others)
+    in_one_process = names_tests or any(argument.startswith(("-n", "-s", "--pdb")) for argument in others)
+    xdist = [] if in_one_process else [f"-n{count_processes()}", "--no-loadscope-reorder"]
+    return ["-m", "pytest", "-m", " and ".join(marks), "--durations=10", *xdist, *others]
 
 
-def processes() -> int:
-    """Three for every two cores, as far as memory allows: a third of a test's time it waits for others."""
+def count_processes() -> int:
+    """Return the number of test processes: three for every two cores, or fewer if there is not enough memory.
+
+    There are more processes than cores because a test waits for other processes in a third of its run time.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min((os.cpu_count() or 1) * 3 // 2, MOST, memory // NEEDED))
+    return max(1, min((os.cpu_count() or 1) * 3 // 2, MAX_PROCESSES, memory // BYTES_PER_PROCESS))
 
 
-def run(name: str, command: list[str], *, aside: bool = False) -> Result:
+def run_check(name: str, command: list[str], *, in_background: bool = False) -> Result:
     """Run one check.
 
     Args:
-        name: to be printed.
-        command: what follows this Python.
-        aside: beside another, whose pauses it fills; its output is printed at its end, if it failed.
+        name: Name of the check to print.
+        command: Arguments of Python.
+        in_background: Whether another check runs at the same time. If so, the check has a lower priority, and
+            its output is printed at the end if it failed.
     """
-    if not aside:
+    if not in_background:
         print(f"\n=== {name}", flush=True)
     start = time.monotonic()
-    # UTF-8 mode: what the tools print must not depend on the locale of the shell. Each of the many processes
-    # that tests start would compile the project's modules anew if none may keep what it compiled.
+    # UTF-8 mode makes the output independent of the locale of the shell. Bytecode is written, or otherwise
+    # each of the many processes that the tests start would compile the modules of the project again.
     environment = {**os.environ, "PYTHONUTF8": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
         env=environment,
-        stdout=subprocess.PIPE if aside else None,
-        stderr=subprocess.STDOUT if aside else None,
+        stdout=subprocess.PIPE if in_background else None,
+        stderr=subprocess.STDOUT if in_background else None,
         text=True,
         encoding="utf-8",
     )
-    if aside:
-        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-    said, _ = process.communicate()
+    if in_background:
+        os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+    output, _ = process.communicate()
     result = Result(name, process.returncode == 0, time.monotonic() - start)
-    output = f"\n=== {name}\n{said}" if aside and not result.passed else ""
-    print(f"{output}--- {result} in {result.seconds:.1f} s", flush=True)
+    details = f"\n=== {name}\n{output}" if in_background and not result.passed else ""
+    print(f"{details}--- {result} in {result.seconds:.1f} s", flush=True)
     return result
 
 
 def main(arguments: list[str]) -> int:
-    """Run all checks, also after one has failed, and close with a line on each."""
+    """Run all checks, even if some fail, and print a summary.
+
+    Returns:
+        Exit code: 0 if all checks passed, 1 if a check failed, 2 if torch_xla is not installed.
+    """
     if {"--help", "-h"} & set(arguments):
         print((__doc__ or "").format(**TIMES), end="")
         return 0
@@ -119,19 +140,21 @@ def main(arguments: list[str]) -> int:
         install = "pip install -c constraints-xla.txt -e '.[test-xla]'"
         print(f"error: --xla: torch_xla is not installed; in a new environment: {install}", file=sys.stderr)
         return 2
-    print("" if xla else XLA_ELSEWHERE, flush=True)
+    print("" if xla else XLA_NOTE, flush=True)
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        checks = {} if xla else STATIC  # they are those of the first environment
-        static = [pool.submit(run, name, command, aside=True) for name, command in checks.items()]
-        tests = run("pytest", pytest_command(arguments))
+        checks = {} if xla else STATIC  # The main environment runs the static checks.
+        static = [
+            pool.submit(run_check, name, command, in_background=True) for name, command in checks.items()
+        ]
+        tests = run_check("pytest", build_pytest_command(arguments))
         results = [*(check.result() for check in static), tests]
-    good = all(result.passed for result in results)
+    all_passed = all(result.passed for result in results)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = f"{time.monotonic() - start:.0f} s ({usage.ru_utime + usage.ru_stime:.0f} s of processors)"
-    print(f"\n{'ALL PASSED' if good else 'FAILED'} in {seconds}: ", end="")
-    print(", ".join(str(result) for result in results if good or not result.passed))
-    return 0 if good else 1
+    seconds = f"{time.monotonic() - start:.0f} s ({usage.ru_utime + usage.ru_stime:.0f} s of CPU time)"
+    print(f"\n{'ALL PASSED' if all_passed else 'FAILED'} in {seconds}: ", end="")
+    print(", ".join(str(result) for result in results if all_passed or not result.passed))
+    return 0 if all_passed else 1
 
 
 if __name__ == "__main__":
