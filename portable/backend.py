@@ -1,14 +1,14 @@
 """Interfaces between the training loop and an accelerator.
 
-A :class:`Backend` is a machine: it starts the process group or the runtime, places batches on the device,
-reduces numbers over ranks and prepares a model. :meth:`Backend.prepare` returns an :class:`Engine`, which is
-the sharded model with its optimizer. The training loop (:mod:`portable.loop`) uses only these two protocols,
-so it contains no code for a specific accelerator. :mod:`portable.registry` lists the backends.
+A :class:`Backend` represents the machine: it starts the process group or the runtime, moves batches to the
+device, reduces values across ranks, and prepares a model. :meth:`Backend.prepare` returns an :class:`Engine`:
+the sharded model together with its optimizer. The training loop (:mod:`portable.loop`) only uses these two
+protocols, so it contains no accelerator-specific code. :mod:`portable.registry` lists the available backends.
 
-A *rank* is one process of the run, and the *world size* is the number of ranks. A rank drives one device. On
-XLA, a rank drives all devices of its host as if they were one device. The *global batch* consists of all
-sequences of one optimizer step, over all ranks. A *micro-batch* consists of the sequences that a rank runs
-through the model at once.
+A *rank* is one process of the run, and the *world size* is the number of ranks. Each rank drives one device.
+On XLA, a rank drives all devices of its host as if they were a single device. The *global batch* contains all
+sequences of one optimizer step across all ranks. A *micro-batch* contains the sequences that a rank processes
+in one forward pass.
 """
 
 from __future__ import annotations
@@ -32,60 +32,61 @@ if TYPE_CHECKING:
     from portable.optim.non_finite import Health
 
 Batch = dict[str, torch.Tensor]
-"""Keyword arguments of ``model.forward`` and the ``labels``, int64 tensors of shape ``[micro_batch,
+"""Keyword arguments for ``model.forward`` plus the ``labels``: int64 tensors of shape ``[micro_batch,
 seq_len]``.
 
-The labels are already shifted, so they are aligned with the logits. They are -100 at positions without a
-target. The labels of a classifier may be float32, with NaN at positions without a target.
+The labels are already shifted, so they align with the logits, and are -100 wherever there is no target. A
+classifier's labels can also be float32, with NaN instead of -100.
 """
 
 
 class SaveHandle(Protocol):
-    """Handle of a checkpoint that is being written."""
+    """Handle for a checkpoint that is being written."""
 
     def done(self) -> bool:
-        """Return whether the files of this rank are written.
+        """Return whether this rank's files have been written.
 
-        Rank 0 returns whether the files of all ranks are written.
+        On rank 0, return whether the files of all ranks have been written.
         """
 
     def wait(self) -> None:
         """Block until :meth:`done` returns True.
 
         Raises:
-            BaseException: The error of a failed write, as the writer raised it.
+            BaseException: If writing failed. This is the original exception.
         """
 
 
 class Engine(Protocol):
-    """Sharded model with its optimizer."""
+    """Sharded model and its optimizer."""
 
     model: nn.Module
     """The transformers model, with its original parameter names."""
 
     objective: Objective
-    """The loss that the engine minimizes."""
+    """The training objective."""
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill this rank's shards of parameters and persistent buffers.
 
         Args:
-            weights: Full tensors by parameter or buffer name. Names that are missing keep their values.
+            weights: Full tensors, keyed by parameter or buffer name. Parameters and buffers that are not in
+                the mapping keep their values.
         """
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load model weights and optimizer state. Each rank reads only its own shards."""
+        """Load the model weights and the optimizer state. Each rank reads only its own shards."""
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write this rank's shards in the native format of the strategy. All ranks must call this method.
+        """Write this rank's shards in the strategy's native format. Must be called on all ranks.
 
         Args:
-            folder: Existing folder on the host of this rank. Ranks may share one folder or have one each.
-            background: Whether to return as soon as the state is copied to host memory, and to write the
-                files while the training continues.
+            folder: Existing folder on this rank's host. Ranks can share a folder or each have their own.
+            background: Whether to return as soon as the state has been copied to host memory and write the
+                files while training continues.
 
         Returns:
-            A handle that reports when the files are written.
+            A handle to wait for the files.
         """
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
@@ -93,29 +94,29 @@ class Engine(Protocol):
 
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.place`.
-            valid: Number of target tokens of the global batch, or the sum of their weights if ``train.loss``
-                defines weights. A device scalar from :meth:`Backend.total`, by which the summed loss is
-                divided.
-            last: Whether this is the last micro-batch before :meth:`update`, so that gradients have to be
-                reduced over ranks now.
+            valid: Number of target tokens in the global batch, or the sum of their weights if ``train.loss``
+                uses weights. The summed loss is divided by this device scalar, which comes from
+                :meth:`Backend.total`.
+            last: Whether this is the last micro-batch before :meth:`update`, which means that the gradients
+                must be reduced across ranks.
 
         Returns:
-            The contribution of this micro-batch to the global mean loss, an fp32 device scalar. If the loss
-            logs further values, the shape is ``[1 + numbers]``: first the loss, then the contribution to each
-            value.
+            This micro-batch's contribution to the global mean loss, an fp32 device scalar. If the loss logs
+            additional values, the shape is ``[1 + numbers]``: the loss, followed by the contribution to each
+            additional value.
         """
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
-        """Clip the gradients, take an optimizer step and reset the gradients. Does not sync the host.
+        """Clip the gradients, take an optimizer step, and zero the gradients. Does not sync the host.
 
-        If the loss or the gradient norm is not finite, all ranks skip the update. A skipped update leaves
-        weights, moments and step counts unchanged to the bit. ``train.on_non_finite`` limits the number of
-        consecutive skipped updates (``stop`` allows one). Once the limit is reached, every later update is
-        skipped, too.
+        If the loss or the gradient norm is not finite, all ranks skip the update, which leaves the weights,
+        moments, and step counts bitwise unchanged. ``train.on_non_finite`` limits the number of consecutive
+        skipped updates (``stop`` allows one). Once the limit is reached, all further updates are skipped as
+        well.
 
         Args:
-            learning_rate: Learning rate of this step.
-            max_norm: Upper bound of the global gradient norm. 0 disables clipping.
+            learning_rate: Learning rate for this step.
+            max_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
             loss: Global loss of this step, a device scalar.
 
         Returns:
@@ -126,15 +127,14 @@ class Engine(Protocol):
         """Read the counters of skipped updates from the device. Syncs the host, so call it only when logging.
 
         Raises:
-            RunError: If updates failed for a cause that the engine can name, such as an fp16 loss scale at
-                its minimum.
+            RunError: If the cause of the failed updates is known, for example an fp16 loss scale at its
+                minimum.
         """
 
     def nonfinite_gradients(self) -> list[str]:
-        """Return the names of parameters with a non-finite accumulated gradient, in model order.
+        """Return the names of the parameters whose accumulated gradient is not finite, in model order.
 
-        Each rank inspects its own shards. All ranks must call this method, before :meth:`update`. Syncs the
-        host.
+        Each rank checks its own shards. Must be called on all ranks, before :meth:`update`. Syncs the host.
         """
 
     def evaluate(
@@ -147,72 +147,72 @@ class Engine(Protocol):
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.place`.
             measure: Function that computes the metrics to accumulate in addition to the summed ``loss``.
-            totals: Totals over the previous micro-batches of this rank. Empty for the first micro-batch.
+            totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
 
         Returns:
-            The new totals by metric name, int64 or float64 tensors on the device. On XLA the totals are
-            already summed over all ranks.
+            The new totals, keyed by metric name: int64 or float64 tensors on the device. On XLA, the totals
+            are already summed over all ranks.
         """
 
     def swap_ema_weights(self) -> None:
         """Swap the weights with their exponential moving average (``train.ema``). Does not sync the host.
 
-        A second call swaps them back.
+        Call it again to swap them back.
         """
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
-        """Sample a continuation of a prompt. All ranks must call this method.
+        """Sample a continuation of a prompt. Must be called on all ranks.
 
         Args:
             prompt: Token ids, an int64 tensor of shape ``[1, length]``.
             max_new_tokens: Maximum number of tokens to generate.
-            seed: Seed of the sampling.
+            seed: Random seed for sampling.
 
         Returns:
-            Token ids of the prompt and its continuation, an int64 tensor ``[1, length + added]`` on the host.
+            Token ids of the prompt and its continuation, an int64 tensor of shape ``[1, length + added]`` on
+            the host.
         """
 
 
 class Diagnostics:
-    """Debugging information of a backend.
+    """Debugging hooks of a backend.
 
-    Training does not depend on this class, and its default methods do nothing.
+    Training does not depend on these hooks. By default, they do nothing.
     """
 
     def record_memory(self) -> None:
-        """Start recording the history of device allocations, to be written by :meth:`dump_memory`."""
+        """Start recording the history of device memory allocations for :meth:`dump_memory`."""
 
     def dump_memory(self, path: Path) -> None:
-        """Write the history of device allocations and a snapshot, in the format of the device's own tools."""
+        """Write the allocation history and a snapshot of device memory in the device vendor's format."""
 
     def dump_collectives(self, folder: Path) -> None:
-        """Write the most recent collectives of this rank's device, if the device records them."""
+        """Write the most recent collectives on this rank's device, if they are being recorded."""
 
     def driver_memory(self) -> tuple[int, int] | None:
-        """Query the driver for the memory of this rank's device.
+        """Query the device driver for this rank's memory usage.
 
         Returns:
-            Bytes in use and bytes in total. The first figure includes the memory of libraries and of other
-            processes. None if the backend cannot query a driver.
+            Bytes in use and total bytes. Bytes in use include the memory of libraries and other processes.
+            None if there is no driver to query.
         """
         return None
 
 
 class Backend(Protocol):
-    """The devices of this process and its connection to the other ranks."""
+    """The devices that this process drives and its connection to the other ranks."""
 
     name: str
     rank: int
     world_size: int
     device: torch.device
     one_program: bool
-    """Whether all ranks run one program on one logical batch (SPMD), so that all need the same random
-    numbers."""
+    """Whether all ranks run a single program on one logical batch (SPMD) and need the same random seed."""
     diagnostics: Diagnostics
 
     @property
     def devices_per_rank(self) -> int:
-        """Number of devices that this rank drives."""
+        """Number of devices driven by this rank."""
 
     def start(self) -> None:
         """Join the process group, or start the runtime."""
@@ -228,45 +228,46 @@ class Backend(Protocol):
             config: Config of the run.
 
         Returns:
-            The engine. Its weights are not initialized yet.
+            The engine. Its weights are still uninitialized.
         """
 
     def fits(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
-        """Try training steps on a temporary engine, to find out whether they fit into device memory.
+        """Run training steps on a temporary engine to check whether they fit in device memory.
 
-        The temporary engine allocates the same memory as the engine of the run, but computes meaningless
-        values. It uses none of the run's collectives, so an out-of-memory error on one rank does not block
-        other ranks. It is freed before this method returns. Call this method before :meth:`start` or after
-        :meth:`leave`.
+        The temporary engine allocates the same memory as the run's engine, but the values it computes are
+        meaningless. It does not use any of the run's collectives, so an out-of-memory error on one rank does
+        not block the other ranks. The engine is freed before this method returns. Must be called before
+        :meth:`start` or after :meth:`leave`.
 
         Args:
             build: Function that builds the model on the meta device.
             config: Config of the run.
-            steps: Function that takes training steps with this backend and the given engine.
+            steps: Function that takes training steps on this backend with the given engine.
 
         Returns:
-            Whether the steps fit. None, without a trial, if this backend cannot catch out-of-memory errors.
+            Whether the steps fit. If this backend cannot recover from an out-of-memory error, nothing is run
+            and None is returned.
         """
 
     def ran_out_of_memory(self, error: BaseException) -> bool:
         """Return whether ``error`` is an out-of-memory error of the device."""
 
     def leave(self) -> None:
-        """Stop using the process group, but keep its connections open.
+        """Stop using the process group without closing its connections.
 
-        Closed connections would make the collectives of other ranks fail.
+        Closing them would make collectives on the other ranks fail.
         """
 
     def seed(self, value: int) -> None:
-        """Seed the random number generator of this rank's device, for dropout. Does not sync the host."""
+        """Seed the random number generator on this rank's device (for dropout). Does not sync the host."""
 
     def place(self, batch: Batch) -> Batch:
         """Copy a micro-batch to the device. Does not sync the host."""
 
     def total(self, count: float) -> Tensor:
-        """Sum a host number over all ranks into a device scalar. Does not sync the host.
+        """Sum a number from each rank's host into a device scalar. Does not sync the host.
 
         Returns:
             An int64 scalar if ``count`` is an integer, otherwise a floating-point scalar.
@@ -276,45 +277,45 @@ class Backend(Protocol):
         """Sum a small device tensor over all ranks. Does not sync the host."""
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device tensors to the host. This is the only host sync of the training loop.
+        """Copy device tensors to the host. This is the only host sync in the training loop.
 
         Returns:
-            The flattened values of all tensors, concatenated in the given order.
+            The values of all tensors, flattened and concatenated in the given order.
         """
 
     def any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on any rank. A host collective, which does not sync the device."""
+        """Return whether ``flag`` is True on any rank. A host collective that does not sync the device."""
 
     def gather(self, text: str) -> list[str]:
-        """Return the ``text`` of every rank, ordered by rank. A host collective."""
+        """Gather ``text`` from all ranks, ordered by rank. A collective on the host."""
 
     def barrier(self) -> None:
-        """Block until all ranks have called this method."""
+        """Block until all ranks have reached the barrier."""
 
     def memory(self) -> tuple[int, int]:
-        """Return the current and the peak memory use of this rank's device in bytes.
+        """Return the current and peak memory usage of this rank's device, in bytes.
 
-        The CPU backend returns the resident memory of the process.
+        On a CPU, this is the resident memory of the process.
         """
 
     def shape_multiple(self, precision: str) -> int | None:
-        """Return the number of elements that matrix sizes should be multiples of to reach full speed.
+        """Return the number that matrix dimensions should be a multiple of to reach full speed.
 
-        Returns None if the device runs all matrix sizes equally well.
+        Returns None if the device handles all matrix sizes equally well.
         """
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the peak dense FLOP/s of one device in ``precision``, from its data sheet.
+        """Return the peak dense FLOP/s of one device in ``precision``, according to its data sheet.
 
-        Returns None if the peak of the device is unknown.
+        Returns None if the peak is unknown.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return further metrics of this backend by name, to be written to ``metrics.jsonl``."""
+        """Return additional backend metrics for ``metrics.jsonl``, keyed by name."""
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the current and the peak resident memory of this process in bytes."""
+    """Return the current and peak resident memory of this process, in bytes."""
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,9 +1,9 @@
 """Training loop shared by all backends, strategies and world sizes.
 
 :func:`train` runs a launch, :func:`steps` iterates over its optimizer steps, and :func:`train_step` takes one
-step. The loop reaches the device only through a :class:`portable.backend.Backend` and a
-:class:`portable.backend.Engine`. SIGTERM and SIGINT stop the loop after the current step
-(:func:`stop_signals`).
+step. The loop accesses the device only through a :class:`portable.backend.Backend` and a
+:class:`portable.backend.Engine`. SIGTERM and SIGINT stop it after the current step (see
+:func:`stop_signals`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step. The tensors stay on the device, so that creating a result does not sync.
+    """Result of an optimizer step.
+
+    The tensors stay on the device, so creating a result does not sync the host.
 
     Attributes:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
-        numbers: Further values that ``train.loss`` logs, shape ``[numbers]``. None if it logs only the loss.
-        learning_rate: Learning rate of the step.
+        numbers: Additional values logged by ``train.loss``, shape ``[numbers]``. None if it logs only the
+            loss.
+        learning_rate: Learning rate used for the step.
     """
 
     loss: Tensor
@@ -50,13 +53,13 @@ class StepResult:
 
 @dataclass
 class Progress:
-    """Progress of the run, which a resumed run restores from its checkpoint.
+    """Progress of the run, saved in every checkpoint and restored on resume.
 
     Attributes:
-        step: Number of optimizer steps taken.
-        samples: Number of samples consumed, which is also the position in the data.
+        step: Number of optimizer steps taken so far.
+        samples: Number of samples consumed so far, which is also the position in the data.
         skipped: Number of steps whose update was skipped, as of the last read from the device.
-        eval_history: Best evaluation results and early-stopping counters.
+        eval_history: Best evaluation results and the early-stopping counters.
         ended: True if early stopping has ended the run.
     """
 
@@ -70,16 +73,16 @@ class Progress:
 class Callback:
     """Base class of the hooks that the training loop calls between steps.
 
-    A run has an ordered list of callbacks, and each hook is called on every callback in that order. All hooks
-    run on every rank. An exception in a hook ends the run on all ranks.
+    A run has an ordered list of callbacks, and every hook is invoked on each of them in that order. Hooks run
+    on all ranks, and an exception in any hook stops the run on all ranks.
 
-    A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, defines any of
-    the methods whose names begin with ``on_``. It does not have to inherit from this class. It must not
-    change the model. :meth:`on_step` is called after every step, so it must not read from the device, because
-    that would block the host until the device has finished the step.
+    A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, can implement any
+    of the ``on_*`` methods. It does not need to inherit from this class, and it must not modify the model.
+    Since :meth:`on_step` runs after every step, it must not read from the device: that would block the host
+    until the device has finished the step.
 
     Example:
-        Print the loss whenever it is logged::
+        Print the loss every time it is logged::
 
             class PrintLoss:
                 def on_log(self, run, values):
@@ -92,7 +95,7 @@ class Callback:
     def on_step(self, run: Run) -> None:
         """Run after every step.
 
-        Reading from the device is allowed only if the step is logged, evaluated or saved.
+        Reading from the device is only allowed if this step is also logged, evaluated, or saved.
         """
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
@@ -100,8 +103,8 @@ class Callback:
 
         Args:
             run: The current run.
-            values: Logged values by name: the loss, the gradient norm, the learning rate and the values of
-                ``train.loss``.
+            values: Logged values, keyed by name: the loss, the gradient norm, the learning rate, and any
+                additional values logged by ``train.loss``.
         """
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
@@ -109,19 +112,19 @@ class Callback:
 
         Args:
             run: The current run.
-            values: Results of the evaluation, by their names in ``metrics.jsonl``.
+            values: Evaluation metrics, keyed by their names in ``metrics.jsonl``.
         """
 
     def on_save(self, run: Run) -> None:
-        """Run when a checkpoint of the current step starts to be written."""
+        """Run when the trainer starts writing a checkpoint of the current step."""
 
     def on_end(self, run: Run) -> None:
-        """Run after the last step of a launch, before the model is exported."""
+        """Run after the last step of a launch, before the final model is exported."""
 
-    # -- Internal hooks, not part of the interface of custom callbacks -----------------------------------
+    # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
 
     def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Wrap the batch iterator of the training steps or of an evaluation."""
+        """Wrap the batch iterator used for training or evaluation."""
         return batches
 
     def skipped(self, run: Run, count: int, message: str) -> None:
@@ -130,20 +133,20 @@ class Callback:
         Args:
             run: The current run.
             count: Number of updates skipped since the previous call.
-            message: Description of the most recent consecutive skips.
+            message: Description of the most recent streak of skipped updates.
         """
 
     def paused(self, run: Run, seconds: float) -> None:
-        """Run after an evaluation or a save has paused the training for ``seconds``."""
+        """Run after an evaluation or a save has paused training for ``seconds``."""
 
     def completed(self, run: Run, checkpoint: Place) -> None:
-        """Run when a checkpoint is complete. Called only on rank 0."""
+        """Run when a checkpoint is complete. Only called on rank 0."""
 
     def close(self) -> None:
-        """Release resources at the end of a launch. Also called after a failure."""
+        """Release resources at the end of a launch, even if the launch failed."""
 
     def call(self, method: str, run: Run, *values: Any) -> None:
-        """Call the hook named ``method`` with ``run`` and ``values``."""
+        """Invoke the hook named ``method`` with ``run`` and ``values``."""
         getattr(self, method)(run, *values)
 
 
@@ -160,24 +163,24 @@ def train_step(
 ) -> StepResult:
     """Take one optimizer step without a host sync.
 
-    The loss is the mean over all valid tokens of the global batch, independent of how the tokens are
-    distributed over micro-batches and ranks. The valid tokens of all micro-batches are counted first, while
-    the batches are still on the host. The summed loss of every micro-batch is then divided by the global
-    count. A custom ``train.loss`` may replace the count by weights.
+    The loss is the mean over all valid tokens in the global batch, regardless of how the tokens are
+    distributed across micro-batches and ranks. The valid tokens of all micro-batches are counted up front,
+    while the batches are still on the host, and each micro-batch's summed loss is divided by the global
+    count. A custom ``train.loss`` can use weights instead of token counts.
 
     Args:
         backend: Backend of this rank.
         engine: Model and optimizer of this rank.
-        micro_batches: Micro-batches of this rank, in host memory. ``plan.accumulation_steps`` of them are
-            consumed.
-        plan: Division of the global batch into micro-batches.
-        first_sample: Index of the first sample of the global batch. It determines the dropout seeds.
-        learning_rate: Learning rate of the step.
-        max_grad_norm: Upper bound of the global gradient norm. 0 disables clipping.
-        with_token_metrics: Whether to compute token accuracy and entropy, which only logged steps need.
+        micro_batches: Iterator over this rank's micro-batches, in host memory. The step consumes
+            ``plan.accumulation_steps`` of them.
+        plan: How the global batch is split into micro-batches.
+        first_sample: Index of the first sample in the global batch, which determines the dropout seeds.
+        learning_rate: Learning rate for this step.
+        max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
+        with_token_metrics: Whether to also compute token accuracy and entropy, which only logged steps need.
 
     Returns:
-        The global loss and gradient norm, on the device.
+        The global loss and gradient norm, as device tensors.
     """
     engine.objective.with_token_metrics = with_token_metrics
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
@@ -206,13 +209,13 @@ def steps(
     All ranks take the same number of steps. No step syncs the host with the device.
 
     Args:
-        prepared: Backend, batch plan, schedule and config of the run.
+        prepared: The run's backend, batch plan, schedule, and config.
         engine: Model and optimizer of this rank.
-        micro_batches: Micro-batches of this rank, in host memory.
-        progress: Progress of the run. It is updated before each result is yielded.
-        until: Step number to stop at.
-        logs: Function that returns whether a step is logged, given its number (starting at 1). Logged steps
-            also compute token accuracy and entropy.
+        micro_batches: Iterator over this rank's micro-batches, in host memory.
+        progress: Progress of the run, which is updated before each result is yielded.
+        until: Step to stop at.
+        logs: Function that returns whether a step is logged, given its number (starting at 1). Token accuracy
+            and entropy are only computed for logged steps.
 
     Yields:
         The result of each step.
@@ -234,15 +237,14 @@ def steps(
 
 
 def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
-    """Train until step ``run.until`` and call the callbacks of ``run`` after each step.
+    """Train until step ``run.until``, invoking the run's callbacks after each step.
 
     Args:
         run: The run to train. Its ``result`` and ``stopped`` attributes are updated after each step.
-        micro_batches: Micro-batches of this rank, in host memory.
+        micro_batches: This rank's micro-batches, in host memory.
 
     Returns:
-        True if SIGTERM or SIGINT stopped the run before its end. The callbacks save a checkpoint in this
-        case, too.
+        True if SIGTERM or SIGINT stopped the run early. The callbacks save a checkpoint in this case as well.
     """
     run.call("on_start")
     with stop_signals() as stop_requested:
@@ -265,12 +267,12 @@ _STOP_MESSAGE = (
 def stop_signals() -> Iterator[Callable[[], bool]]:
     """Turn SIGTERM and SIGINT into a request to stop after the current step.
 
-    A second signal has its previous effect, so that a second Ctrl-C ends the process at once. A signal that
-    was ignored when the process started stays ignored. Outside the main thread, signal handlers cannot be set
-    and the request is never made.
+    The first signal restores the previous handlers, so pressing Ctrl-C a second time terminates the process
+    immediately. Signals that were already ignored remain ignored. Signal handlers can only be set in the main
+    thread; in other threads, signals are not intercepted.
 
     Yields:
-        Function that returns whether a signal has been received.
+        A function that returns whether a signal has been received.
     """
     received = False
 

@@ -1,13 +1,13 @@
 """Saving, listing and deleting the checkpoints of a run.
 
-A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the native format of
-the strategy, the config and the tokenizer of the model, ``trainer_state.json``, and a manifest with the
-checksums of all files (:mod:`converters.manifest`).
+A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the strategy's native
+format, the model's config and tokenizer, ``trainer_state.json``, and a manifest with the checksums of all
+files (see :mod:`converters.manifest`).
 
-On a disk that all ranks share, the ranks write into ``.step-000100.partial``, which rank 0 renames when all
-files are complete. A folder with the name of a step is therefore always a complete checkpoint, even if the
-run was killed. If the run is in an object store, each rank writes into a local folder, which its mirror
-uploads. A marker object, written last, makes the checkpoint complete.
+On a shared disk, the ranks write to ``.step-000100.partial``, which rank 0 renames once all files are
+complete. A folder named after a step is therefore always a complete checkpoint, even if the run was killed.
+If the run is in an object store, each rank writes to a local folder that its mirror uploads, and a marker
+object that is uploaded last completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
 _RETRY_SECONDS = 5.0
-"""Time between two attempts to write the last checkpoint of a run."""
+"""Time between attempts to write the last checkpoint of a run."""
 
 
 class AwayError(RunError):
-    """Error of a save that failed because the object store is unavailable. A later save may succeed."""
+    """Raised if a save fails because the object store is unavailable. A later save may succeed."""
 
 
 @dataclass
@@ -69,11 +69,12 @@ class _Save(Generic[P]):
     Attributes:
         final: Path of the checkpoint.
         written: Local folder that this rank writes to.
-        write: Function that waits for the shards, adds the other files, and returns the manifest entries of
-            the files that this rank has to list.
-        manifest: Function that formats the manifest of all ranks' files.
+        write: Function that waits for the shards, adds the other files, and returns this rank's manifest
+            entries.
+        manifest: Function that formats the manifest, given the entries of all ranks.
         best: Steps of the best checkpoints, which must not be deleted.
-        completion: Future that ends when the checkpoint is complete, or with the error of the save.
+        completion: Future that completes once the checkpoint is complete, or holds the exception if the save
+            failed.
     """
 
     final: P
@@ -85,39 +86,39 @@ class _Save(Generic[P]):
 
     @cached_property
     def entries(self) -> Entries:
-        """Manifest entries of this rank's files, as :attr:`write` returns them."""
+        """This rank's manifest entries, as returned by :attr:`write`."""
         return self.write()
 
 
 class _AllRanks:
-    """Runner of functions on all ranks. A failure on one rank is raised on all ranks.
+    """Calls functions on all ranks, and raises on every rank if a function fails on any of them.
 
     Args:
-        outage: Seconds for which functions may fail because the object store is unavailable.
+        outage: Time in seconds for which the object store may be unavailable before failures become errors.
     """
 
     def __init__(self, outage: float) -> None:
         self._outage = outage
         self.away_since: float | None = None
-        """Time of the first failure of the current outage. None if the store is available."""
+        """Time of the first failure in the current outage. None if the object store is available."""
 
     @cached_property
     def group(self) -> Any:
-        """Process group for the collectives of background threads. None if there is only one rank."""
-        from portable.ranks.collectives import background_group  # not at the top, because it imports torch
+        """Process group for collectives in background threads. None if there is only one rank."""
+        from portable.ranks.collectives import background_group  # imported here because it imports torch
 
         return background_group()
 
     def __call__(self, function: Callable[[], Entries | None]) -> Entries:
-        """Call ``function`` on every rank and gather the manifest entries that it returns.
+        """Call ``function`` on every rank and gather the manifest entries it returns.
 
         Returns:
             The manifest entries of all ranks.
 
         Raises:
-            AwayError: If the only cause of failures is that the object store is unavailable, for less than
-                the permitted outage.
-            RunError: If the function failed on another rank for another reason.
+            AwayError: If the function only failed because the object store is unavailable, and the outage has
+                not lasted longer than permitted.
+            RunError: If the function failed on another rank for any other reason.
         """
         failure: BaseException | None = None
         entries: Entries | None = None
@@ -151,15 +152,16 @@ class _AllRanks:
 class Checkpoints(Generic[P]):
     """Checkpoints of a run.
 
-    At most one save is in progress at a time. Its last part, from waiting for the shards to deleting older
-    checkpoints, runs in a background thread. Only rank 0 completes and deletes checkpoints.
+    At most one save is in progress at a time. Waiting for the shards, completing the checkpoint, and deleting
+    older checkpoints happen in a background thread. Only rank 0 completes and deletes checkpoints.
 
     Args:
         path: Folder or URL that contains the checkpoints.
-        keep: Number of most recent checkpoints to keep. None keeps all checkpoints.
+        keep: Number of recent checkpoints to keep. None keeps all of them.
         rank: Rank of this process.
-        mirror: Uploader of this rank's files. Required to write checkpoints if ``path`` is a URL.
-        outage_seconds: Seconds for which saves may fail because the object store is unavailable.
+        mirror: Uploads this rank's files. Required for saving if ``path`` is a URL.
+        outage_seconds: Time in seconds for which the object store may be unavailable before a failed save
+            stops the run.
     """
 
     def __init__(
@@ -177,16 +179,17 @@ class Checkpoints(Generic[P]):
         self._mirror = mirror
         self._on_all_ranks = _AllRanks(outage_seconds)
         self._to_delete: list[P] = []
-        """Folders to delete: old checkpoints, and files that failed saves left in the object store."""
+        """Folders to delete: old checkpoints, and leftovers of failed saves in the object store."""
         self._pending: _Save[P] | None = None
         self._postponed: _Save[P] | None = None
-        """Save that failed because the object store was unavailable. The next save replaces it."""
+        """Save that failed because the object store was unavailable. It is dropped when the next save
+        starts."""
         self._newest: P | None = None
         """Newest complete checkpoint that this rank has seen."""
         self.on_complete: Callable[[P], None] = lambda folder: None
-        """Function that rank 0 calls with each new checkpoint, usually in a background thread."""
+        """Callback that rank 0 invokes with each new checkpoint, usually in a background thread."""
         self.in_use: Callable[[], set[int]] = set
-        """Function that returns the steps of checkpoints that must not be deleted yet."""
+        """Callback that returns the steps of checkpoints that must not be deleted yet."""
 
     def complete(self) -> list[tuple[int, P]]:
         """Find the complete checkpoints.
@@ -205,21 +208,21 @@ class Checkpoints(Generic[P]):
         )
 
     def latest(self) -> P | None:
-        """Return the newest complete checkpoint, or None if no checkpoint is complete."""
+        """Return the newest complete checkpoint, or None if there is none."""
         self._newest = next((folder for _, folder in reversed(self.complete())), None)
         return self._newest
 
     def newest_known(self) -> P | None:
         """Return the newest complete checkpoint.
 
-        If the object store is unavailable, return the newest checkpoint that this rank has seen so far.
+        If the object store is unavailable, return the newest checkpoint this rank has seen so far.
         """
         with suppress(RetriesUsedUpError):
             return self.latest()
         return self._newest
 
     def set_aside(self, folder: P) -> P:
-        """Mark a checkpoint as damaged, so that it is no longer used. Its files are kept.
+        """Mark a checkpoint as damaged so that it is no longer used. Its files are kept.
 
         Returns:
             The new path of the damaged checkpoint.
@@ -231,7 +234,7 @@ class Checkpoints(Generic[P]):
     def remove_partial(self) -> None:
         """Delete the files of interrupted saves.
 
-        Call this method only on rank 0, because rank 0 holds the lock of the run.
+        Must only be called on rank 0, which holds the run's lock.
         """
         for entry in folders_in(self.path):
             if is_left_over(entry):
@@ -250,15 +253,15 @@ class Checkpoints(Generic[P]):
         save: Callable[[Path], SaveHandle],
         add_files: Callable[[Path], None],
     ) -> None:
-        """Start writing a checkpoint. All ranks must call this method.
+        """Start writing a checkpoint. Must be called on all ranks.
 
-        The checkpoint is complete when :meth:`finish` returns.
+        The checkpoint is complete once :meth:`finish` has returned.
 
         Args:
-            backend: Backend that provides the barrier.
+            backend: Backend to use for the barrier.
             state: Contents of ``trainer_state.json``.
-            save: Function that writes this rank's shards into a folder, possibly in the background.
-            add_files: Function that writes all other files into a folder. Called only on rank 0.
+            save: Function that writes this rank's shards to a folder, possibly in the background.
+            add_files: Function that writes all other files to a folder. Only called on rank 0.
         """
         self.finish()
         final = self.path / f"step-{state.step:06d}"
@@ -287,7 +290,7 @@ class Checkpoints(Generic[P]):
         self._start_completion()
 
     def finish_if_written(self) -> None:
-        """Call :meth:`finish` if the save in progress has ended. Never blocks.
+        """Call :meth:`finish` if the save in progress has ended, without blocking.
 
         Raises:
             RunError: If the save failed.
@@ -296,14 +299,14 @@ class Checkpoints(Generic[P]):
             self.finish()
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait until the save in progress, if there is one, is complete.
+        """Wait for the save in progress, if any, to complete.
 
-        If the object store is unavailable, a warning is printed and the training continues without this
+        If the object store is unavailable, a warning is printed and training continues without this
         checkpoint.
 
         Args:
             last: Whether this is the last save of the run. If so, a save that fails because the object store
-                is unavailable is repeated until it succeeds or the permitted outage is over.
+                is unavailable is retried until it succeeds or the outage exceeds the permitted time.
 
         Raises:
             RunError: If the save failed. Earlier checkpoints are intact.
@@ -331,17 +334,17 @@ class Checkpoints(Generic[P]):
                     self._postponed = pending
 
     def _start_completion(self) -> None:
-        """Start the background thread that completes the pending save."""
-        # Syncing, uploading and deleting take time, so the training must not wait for them.
+        """Start a background thread that completes the pending save, if any."""
+        # Syncing, uploading, and deleting files take time, and training should not wait for them.
         if self._pending is not None:
             complete_save = partial(self._complete, self._pending)
             self._pending.completion = in_background(complete_save, name="checkpoint")
 
     @contextmanager
     def _wrap_errors(self, folder: P) -> Iterator[None]:
-        """Convert any error of a save to a RunError that names the folder and the last good checkpoint.
+        """Convert any exception during a save to a RunError.
 
-        An AwayError stays an AwayError.
+        The error names the folder and the last good checkpoint. An AwayError remains an AwayError.
         """
         try:
             yield
@@ -360,7 +363,7 @@ class Checkpoints(Generic[P]):
     def prune(self, best: set[int]) -> None:
         """Delete old checkpoints.
 
-        The most recent checkpoints, the best checkpoints and the checkpoints in use are kept.
+        Recent checkpoints, the best checkpoints, and checkpoints in use are kept.
 
         Args:
             best: Steps of the best checkpoints.
@@ -369,8 +372,8 @@ class Checkpoints(Generic[P]):
             protected_steps = best | self.in_use()
             old = [folder for step, folder in self.complete()[: -self._keep] if step not in protected_steps]
             self._to_delete += [folder for folder in old if folder not in self._to_delete]
-        # Remove a folder from the list only after it is deleted. Otherwise, an interrupted deletion would be
-        # forgotten, because a partly deleted checkpoint is no longer found among the complete ones.
+        # Only remove a folder from the list once it is deleted. Otherwise, an interrupted deletion would never
+        # be resumed, because a partially deleted checkpoint is no longer listed as complete.
         while self._to_delete:
             remove_folder(self._to_delete[-1])
             self._to_delete.pop()
@@ -380,10 +383,10 @@ class Checkpoints(Generic[P]):
     def _create_folder(self, final: P) -> Path:
         """Create an empty local folder for this rank's files of the checkpoint ``final``.
 
-        All ranks must call this method and then wait at a barrier, because ranks may share the folder.
+        Must be called on all ranks and followed by a barrier, because ranks may share the folder.
         """
         if self._mirror is not None:
-            # Create the group here, because creating it is a collective and must not happen in a thread.
+            # Create the process group here, because that is a collective and must not happen in a thread.
             self._on_all_ranks.group  # noqa: B018
             written = self._mirror.shards / final.name
         else:
@@ -396,7 +399,7 @@ class Checkpoints(Generic[P]):
         return written
 
     def _complete(self, save: _Save[P]) -> None:
-        """Complete a checkpoint. Runs on every rank."""
+        """Complete a checkpoint. Called on every rank."""
         if self._mirror is not None:
             self._upload(save, self._mirror)
         else:
@@ -410,7 +413,7 @@ class Checkpoints(Generic[P]):
     def _upload(self, save: _Save[P], mirror: Mirror) -> None:
         """Upload the files of all ranks, then write the marker on rank 0.
 
-        A failure on one rank is raised on all ranks.
+        If this fails on any rank, all ranks raise.
         """
         final = mirror.store / "checkpoints" / save.final.name
 
@@ -437,21 +440,21 @@ class Checkpoints(Generic[P]):
         shutil.rmtree(save.written, ignore_errors=True)
 
     def _delete_old(self, save: _Save[P]) -> None:
-        """Delete older checkpoints and the files of failed saves.
+        """Delete older checkpoints and leftovers of failed saves.
 
-        If the object store is unavailable, a later save deletes them.
+        If the object store is unavailable, they are deleted after a later save.
         """
         try:
             self._to_delete = [folder for folder in self._to_delete if folder != save.final]
             self.prune(save.best)
-        except RetriesUsedUpError as error:  # not an error of the save, because this checkpoint is complete
+        except RetriesUsedUpError as error:  # only a warning, because this checkpoint is complete
             tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")
 
 
 def _publish(save: _Save[P], entries: Entries) -> None:
     """Sync all files to disk and rename the folder to its final name.
 
-    A checkpoint of the same step, which the run wrote before it was resumed at an earlier step, is replaced.
+    If the run was resumed from an earlier step, this may replace a checkpoint of the same step.
     """
     final = Path(str(save.final))
     (save.written / MANIFEST).write_text(save.manifest(entries), "utf-8")
@@ -466,14 +469,14 @@ def _publish(save: _Save[P], entries: Entries) -> None:
 
 
 def _move_other_folder_away(final: P) -> None:
-    """Rename a file or folder that has the name of the checkpoint but is not a checkpoint."""
+    """Rename a file or folder that has the checkpoint's name but is not a checkpoint."""
     if is_taken(final) and not (final / STATE_FILE).is_file() and not is_unfinished(final):
         new_path = move_folder(final, unused_name(final.with_name(f"{final.name}.kept")))
         tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {new_path}")
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """Return the error of the lowest rank if torch has combined the errors of several ranks."""
+    """Return the lowest rank's exception if torch combined the exceptions of several ranks."""
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
         return error
@@ -489,7 +492,7 @@ def in_background(function: Callable[[], None], *, name: str) -> Future[None]:
         name: Name of the thread.
 
     Returns:
-        A future that ends when the function returns, or with the exception that it raises.
+        A future that completes when the function returns, or holds the exception that it raised.
     """
     future: Future[None] = Future()
 
@@ -510,14 +513,14 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
 
     Args:
         config: Config of the run. ``checkpoint.resume`` is ``auto``, ``never`` or the path of a checkpoint.
-        checkpoints: Checkpoints in the output folder of the run.
+        checkpoints: Checkpoints in the run's output folder.
 
     Returns:
         The path of the checkpoint, or None to start at step 0.
 
     Raises:
-        UserError: If ``checkpoint.resume`` is ``never`` but the run has checkpoints, if its path does not
-            exist, or if its path is an older checkpoint of the same run.
+        UserError: If ``checkpoint.resume`` is ``never`` but the run already has checkpoints, or if it is a
+            path that does not exist or that is an older checkpoint of the same run.
     """
     with storage_errors("output_dir"):
         latest: Place | None = checkpoints.latest()
@@ -545,12 +548,12 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
             f"checkpoint.resume: {latest} is newer than {path} in the same run; "
             "choose another output_dir to resume from the older one"
         )
-    # The run started from `path` and has written newer checkpoints since then. `path` may be deleted by now.
+    # The run started from `path`, which may have been deleted, and has written newer checkpoints since then.
     return latest
 
 
 def checkpoints_of(run: Place) -> Checkpoints[Any]:
-    """Return the checkpoints of a run, to be read only.
+    """Return the checkpoints of a run, for reading.
 
     Args:
         run: Output folder of the run.
@@ -559,6 +562,6 @@ def checkpoints_of(run: Place) -> Checkpoints[Any]:
 
 
 def checkpoint_of(path: Place) -> Place:
-    """Return the newest checkpoint if ``path`` is the output folder of a run, otherwise ``path`` itself."""
+    """Return the newest checkpoint if ``path`` is a run's output folder, otherwise ``path`` itself."""
     newest: Place | None = checkpoints_of(path).latest()
     return path if newest is None else newest

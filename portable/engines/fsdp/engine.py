@@ -53,11 +53,11 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     Args:
         model: Model on the meta device.
         config: Config of the run.
-        machine: Device, rank and world size of this process.
-        at_stop: Exit stack that the backend closes before it destroys the process group.
+        machine: This process's device, rank, and world size.
+        at_stop: Exit stack that the backend closes before destroying the process group.
 
     Returns:
-        The engine. Its weights are not initialized yet.
+        The engine. Its weights are still uninitialized.
     """
     if config.context_parallel_size > 1:
         from portable.engines.shared_sequences import share_sequences
@@ -74,9 +74,9 @@ class TorchEngine:
 
     Args:
         sharded: Model with sharded or replicated parameters.
-        head: Output head that computes the loss in chunks. None if the model computes all logits at once.
+        head: Output head that computes the loss in chunks. None if all logits are computed at once.
         config: Config of the run.
-        device: Device of this rank.
+        device: This rank's device.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TorchEngine:
         self._device = device
         parameters = dict(self.model.named_parameters())
         memory = config.memory
-        # Offloaded parameters are in host memory already, so their optimizer runs there without copies.
+        # Offloaded parameters are already in host memory, so their optimizer does not need copies.
         needs_host_copies = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
         self._host_copies: HostCopies | None = None
         self._scaler: DeviceScaler | None = None
@@ -123,21 +123,21 @@ class TorchEngine:
             from portable.engines.fsdp.device_loss_scale import DeviceScaler
 
             self._scaler = DeviceScaler(config.fp16, device)
-        # With dynamic loss scaling, an overflow is expected and only lowers the scale. The scaler reports a
-        # failure if gradients overflow at the minimum scale, and one such failure ends the run.
+        # With dynamic loss scaling, overflows are expected and merely lower the scale. The scaler reports a
+        # failure if gradients overflow at the minimum scale, and a single such failure stops the run.
         self._max_streak = allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
-        # The counters stay on the device and are read only when logging, because reading them syncs the host.
+        # The counters stay on the device and are only read when logging, because reading them syncs the host.
         self._nonfinite_counters = torch.tensor(NEW_COUNTERS, device=device)
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        """Run the forward and backward pass of one micro-batch and return its share of the loss."""
+        """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_value_checks():
                 loss, numbers = self.objective(self._sharded.forward, batch, valid)
-            # DDP averages gradients over ranks. The factor turns the average into a sum, because the loss is
-            # already divided by the global token count.
+            # DDP averages gradients across ranks. This factor turns the average into a sum, because the loss
+            # is already divided by the global token count.
             scaled_loss = loss * self._sharded.averaging
             (scaled_loss if self._scaler is None else scaled_loss * self._scaler.scale).backward()
         if self._cuda_graph_memory is not None:
@@ -145,7 +145,7 @@ class TorchEngine:
         return shares(loss, numbers)
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
-        """Clip the gradients, take an optimizer step and reset the gradients."""
+        """Clip the gradients, take an optimizer step, and zero the gradients."""
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         if self._scaler is not None and gradients:
             shards = [local(gradient) for gradient in gradients]
@@ -154,19 +154,20 @@ class TorchEngine:
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        # The gradients of offloaded parameters, and so their norm, are in host memory.
+        # The gradients of offloaded parameters, and therefore their norm, are in host memory.
         norm = norm.to(self._device)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._trainable, max_norm, norm)
-        # The norm is global, so an overflow on one rank is visible on all ranks.
+        # The norm is global, so every rank detects an overflow on any rank.
         is_finite = torch.isfinite(norm) & torch.isfinite(loss)
         failed = ~is_finite if self._scaler is None else self._scaler.update(~is_finite)
         self._nonfinite_counters, is_skipped = count_update(
             self._nonfinite_counters, bad=failed, loss=loss, limit=self._max_streak
         )
         set_rates(self._optimizer, learning_rate, self._settings)
-        # A fused optimizer changes nothing if found_inf is 1. It reads found_inf on the device of the
-        # parameters, so this copy syncs the host only under offloading, which syncs for the gradients anyway.
+        # A fused optimizer leaves everything unchanged if found_inf is 1. It reads found_inf on the
+        # parameters' device, so this copy only syncs the host with offloading, which syncs for the gradients
+        # anyway.
         parameter_device = next(iter(self._optimized.values())).device
         self._optimizer.found_inf = (is_skipped | ~is_finite).float().to(parameter_device)
         if self._host_copies is not None:
@@ -178,19 +179,19 @@ class TorchEngine:
         return norm
 
     def health(self) -> Health:
-        """Read the counters of skipped updates from the device. Syncs the host."""
+        """Read the skipped-update counters from the device. Syncs the host."""
         health = Health.of(self._nonfinite_counters.tolist(), self._max_streak)
         if health.skipped_updates and self._scaler is not None:
             raise self._scaler.exhausted()
         return health
 
     def nonfinite_gradients(self) -> list[str]:
-        """Return the names of parameters whose gradient shard on this rank is not finite. Syncs the host."""
+        """Return the names of the parameters whose local gradient shard is not finite. Syncs the host."""
         gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     def metrics(self) -> dict[str, float]:
-        """Return further metrics of the engine, such as the fp16 loss scale. Empty without loss scaling."""
+        """Return additional metrics: the fp16 loss scale, or nothing without loss scaling."""
         return {} if self._scaler is None else self._scaler.metrics()
 
     @torch.no_grad()
@@ -219,17 +220,17 @@ class TorchEngine:
     # -- Weights and checkpoints -------------------------------------------------------------------------
 
     def _reshard(self) -> None:
-        """Reshard all parameters, so that they can be read and written as this rank's shards.
+        """Reshard all parameters so that this rank's shards can be read and written.
 
         A forward pass without a backward pass leaves some parameters unsharded and frees the storage of their
-        shards: all parameters under ``shard_grad_op``, and the parameters of the root module in general.
+        shards: all parameters with ``shard_grad_op``, and the root module's parameters in any case.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def swap_ema_weights(self) -> None:
-        """Swap the weights with their exponential moving average. A second call swaps them back."""
+        """Swap the weights with their exponential moving average. Call it again to swap them back."""
         self._reshard()
         exchange(self._optimizer.state.items())
         if self._host_copies is not None:
@@ -245,7 +246,7 @@ class TorchEngine:
             self._host_copies.refresh(weights)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load model weights, optimizer state and the fp16 loss scale of a checkpoint."""
+        """Load the model weights, optimizer state, and fp16 loss scale from a checkpoint."""
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
         optimizer_state.restore(self._optimizer, self._optimized, stored, checkpoint.optimizer)
@@ -253,7 +254,7 @@ class TorchEngine:
             self._scaler.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write this rank's shards as a torch distributed checkpoint (DCP)."""
+        """Write this rank's shards in torch.distributed.checkpoint (DCP) format."""
         self._reshard()
         optimizer_tensors = optimizer_state.to_store(self._optimizer, self._optimized)
         state = {"model": stored_tensors(self.model), "optim": optimizer_tensors}
