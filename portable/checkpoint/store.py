@@ -372,8 +372,8 @@ class Checkpoints(Generic[P]):
             protected_steps = best | self.in_use()
             old = [folder for step, folder in self.complete()[: -self._keep] if step not in protected_steps]
             self._to_delete += [folder for folder in old if folder not in self._to_delete]
-        # Only remove a folder from the list once it is deleted. Otherwise, an interrupted deletion would never
-        # be resumed, because a partially deleted checkpoint is no longer listed as complete.
+        # Only remove a folder from the list once it is deleted. Otherwise, an interrupted deletion would
+        # never be resumed, because a partially deleted checkpoint is no longer listed as complete.
         while self._to_delete:
             remove_folder(self._to_delete[-1])
             self._to_delete.pop()
