@@ -26,11 +26,11 @@ _NO_ROOM = re.compile("failed to map segment|annot allocate memory")
 _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
-    DONE: "done, or train.stop_after was reached",
-    FAILED: "failed although the input is valid; for example, the disk is full",
-    REFUSED: "refused because of the input; the `error:` line names what to change",
-    STOPPED: "stopped by a signal after saving; the same command resumes the run",
-    BY_SIGNAL: "ended by signal N without saving; the code is 128 + N (130: Ctrl-C)",
+    DONE: "finished, or reached train.stop_after",
+    FAILED: "failed despite valid input (for example, because the disk is full)",
+    REFUSED: "invalid input or settings; the `error:` line explains what to change",
+    STOPPED: "stopped by a signal after saving; rerun the same command to resume",
+    BY_SIGNAL: "terminated by signal N without saving; the code is 128 + N (Ctrl-C: 130)",
 }
 """The meaning of each exit code, as `--help` shows it."""
 
