@@ -1,4 +1,4 @@
-"""Format-independent view of a checkpoint, which the reader of every format returns."""
+"""Format-independent representation of a checkpoint, returned by the readers of all formats."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
 Aliases = Mapping[str, str]
-"""Mapping from the alias of a tied tensor to the name that owns the values."""
+"""Maps each alias of a tied tensor to its owner, which is the name under which the tensor is kept."""
 
 
 class OptimizerState:
     """Optimizer state, keyed by parameter name.
 
     Args:
-        state: Mapping from parameter name to state name to `Tensor` or number.
-        param_groups: Parameter groups, or a function that returns them. The function is called when
-            `param_groups` is first accessed.
+        state: Optimizer states, as a nested mapping `{parameter name: {state name: value}}`. Each value is
+            a `Tensor` or a number.
+        param_groups: Parameter groups, or a function that returns them. The function is called the first
+            time `param_groups` is accessed.
 
     Attributes:
-        state: Mapping from parameter name to state name to `Tensor` or number. The optimizer defines the
-            state names, for example `exp_avg`, `exp_avg_sq` and `step`, or the row and column statistics of
-            a factored optimizer. A tensor has the full shape of the state, even if several ranks wrote it in
-            shards.
+        state: Optimizer states, as a nested mapping `{parameter name: {state name: value}}`. Each value is
+            a `Tensor` or a number. The optimizer defines the state names, for example `exp_avg`,
+            `exp_avg_sq`, and `step` for Adam, or the row and column statistics for a factored optimizer. Each
+            tensor has the full, unsharded shape, even if several ranks wrote it in shards.
     """
 
     def __init__(
@@ -47,26 +48,25 @@ class OptimizerState:
 
     @property
     def param_groups(self) -> ParamGroups:
-        """Parameter groups, each a dict with `params` (parameter names) and hyperparameters such as `lr`.
+        """Parameter groups: dicts with `params` (parameter names) and hyperparameters such as `lr`.
 
-        The groups are loaded on first access, because some formats store every value as a separate item.
+        The groups are loaded on first access because some formats store every value as a separate entry.
         """
         if callable(self._groups_or_loader):
             self._groups_or_loader = self._groups_or_loader()
         return self._groups_or_loader
 
     def renamed(self, new_name: Callable[[str], str | None]) -> OptimizerState:
-        """Return the optimizer state under new parameter names.
+        """Return a copy of the optimizer state with its parameters renamed.
 
-        If two parameters get the same new name, the state of the parameter that already had this name is
-        kept. If neither parameter had it, the state of the first parameter is kept.
+        If several parameters map to the same new name, the parameter that already had this name takes
+        precedence. If none of them did, the first parameter takes precedence.
 
         Args:
-            new_name: Function that maps a parameter name to the new name, or to None to leave out the
-                parameter.
+            new_name: Function that maps a parameter name to its new name, or to None to drop the parameter.
 
         Returns:
-            A new `OptimizerState`. Its parameter groups are renamed when they are first accessed.
+            A new `OptimizerState` whose parameter groups are renamed when they are first accessed.
         """
 
         def rename_groups() -> ParamGroups:
@@ -84,11 +84,11 @@ class OptimizerState:
 
 
 class Checkpoint:
-    """Checkpoint of any supported format, as returned by `open_checkpoint`.
+    """Checkpoint in any supported format, as returned by `open_checkpoint`.
 
-    Opening a checkpoint reads only the headers. Tensors are read slice by slice on demand. The optimizer
-    state and the counters are read on first access, so that the model can be read even if the optimizer
-    state or a counter is damaged.
+    Opening a checkpoint reads only the headers. Tensor data is read on demand, one slice at a time. The
+    optimizer state and the counters are loaded on first access, so the model can be read even if the
+    optimizer state or a counter is damaged.
 
     Example:
         >>> from converters import open_checkpoint
@@ -96,28 +96,29 @@ class Checkpoint:
         >>> first_rows = checkpoint.tensors["model.embed_tokens.weight"].read(slice(0, 16))
 
     Args:
-        tensors: Stored tensors by plain Hugging Face name, including the aliases of tied tensors.
-        aliases: Tied tensors that the format records, as a mapping from alias to owner.
+        tensors: Stored tensors, including the aliases of tied tensors, keyed by Hugging Face name (without
+            wrapper prefixes).
+        aliases: Tied tensors recorded by the format, as a mapping from alias to owner.
         optimizer: Optimizer state, or a function that builds it. The function is called with the resolved
-            aliases on first access. It must not reference this `Checkpoint`, because the reference cycle
-            would keep the files open.
-        counters: Function that returns the counters. It is called on first access. It must not reference
-            this `Checkpoint`, for the same reason as `optimizer`.
-        ties: Whether to resolve tied tensors. If False, equal tensors keep all of their names and `aliases`
-            is empty.
+            aliases the first time the optimizer state is accessed. It must not hold a reference to this
+            `Checkpoint`, because the reference cycle would keep the files open.
+        counters: Function that returns the counters. It is called the first time the counters are accessed.
+            Like the `optimizer` function, it must not hold a reference to this `Checkpoint`.
+        ties: Whether to resolve tied tensors. If False, tied tensors are kept under all of their names, and
+            `aliases` is empty.
 
-    The other arguments set the attributes of the same name.
+    The remaining arguments set the attributes of the same name.
 
     Attributes:
         format: Name of the format, for example `"dcp"` or `"safetensors"`.
-        root: Folder or file that was opened.
-        metadata: Other values that the format records, such as `step` and `world_size`, as plain Python
-            values.
-        companions: Paths of `config.json`, the tokenizer files and similar files next to the shards, keyed by
-            file name.
-        config: Settings that override the companion `config.json` when the checkpoint is written. A value of
+        root: Folder or file from which the checkpoint was opened.
+        metadata: Additional values recorded by the format, such as `step` and `world_size`, as plain Python
+            objects.
+        companions: Paths of `config.json`, the tokenizer files, and similar files stored next to the shards,
+            keyed by file name.
+        config: Overrides for the companion `config.json`, applied when the checkpoint is written. A value of
             None removes the setting.
-        documents: Contents of small files to write in addition to the tensors, keyed by file name.
+        documents: Contents of additional small files to write along with the tensors, keyed by file name.
     """
 
     def __init__(
@@ -149,20 +150,20 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Parameters and persistent buffers by plain Hugging Face name, without aliases of tied tensors."""
+        """Parameters and persistent buffers, keyed by Hugging Face name. Aliases are not included."""
         return self._tensors_and_aliases[0]
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Mapping from the alias of a tied tensor to the name in `tensors` that owns the values."""
+        """Mapping from each alias of a tied tensor to the tensor's name in `tensors`."""
         return self._tensors_and_aliases[1]
 
     @cached_property
     def optimizer(self) -> OptimizerState | None:
-        """Optimizer state, or None if the checkpoint does not contain any.
+        """Optimizer state, or None if the checkpoint was saved without it.
 
         Raises:
-            CheckpointError: The optimizer state cannot be matched to the parameters.
+            CheckpointError: If the optimizer state cannot be matched to the parameters.
         """
         optimizer = (
             self._optimizer_or_loader(self.aliases)
@@ -176,14 +177,14 @@ class Checkpoint:
 
     @cached_property
     def counters(self) -> Mapping[str, Scalar]:
-        """Training counters, under the names used by the program that wrote the checkpoint.
+        """Training counters, keyed by the names used in the program that wrote the checkpoint.
 
-        Examples are `global_steps`, `global_samples` and `skipped_steps` of DeepSpeed, the values that
-        torchtitan stores under `train_state` and `lr_scheduler` (such as `train_state.step`), and the `step`
-        or `global_step` that is stored next to a state dict.
+        Examples include DeepSpeed's `global_steps`, `global_samples`, and `skipped_steps`; the values that
+        torchtitan stores under `train_state` and `lr_scheduler` (such as `train_state.step`); and the `step`
+        or `global_step` that is saved alongside a state dict.
 
         Raises:
-            CheckpointError: A counter is damaged.
+            CheckpointError: If a counter is damaged.
         """
         return {} if self._load_counters is None else dict(self._load_counters())
 
@@ -191,7 +192,8 @@ class Checkpoint:
         """Return a copy of the checkpoint with additional companion files.
 
         Args:
-            files: Paths of the files, keyed by file name. They override companions with the same file name.
+            files: Paths of the files to add, keyed by file name. They override existing companions with the
+                same file name.
 
         Returns:
             A new `Checkpoint` with the same tensors.
@@ -201,16 +203,17 @@ class Checkpoint:
     def with_tensors(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], companions: Mapping[str, Place]
     ) -> Checkpoint:
-        """Return a copy of the checkpoint with other tensors, for example dequantized weights.
+        """Return a copy of the checkpoint with different tensors, for example dequantized weights.
 
         Args:
-            tensors: Tensors of the copy, by plain Hugging Face name.
-            config: Settings that are added to `config` and override its values. A value of None removes the
+            tensors: New tensors, keyed by Hugging Face name.
+            config: Settings to merge into `config`, overriding existing values. A value of None removes the
                 setting from the written `config.json`.
-            companions: Paths of the companion files of the copy, keyed by file name.
+            companions: Paths of the new companion files, keyed by file name. They replace all existing
+                companions.
 
         Returns:
-            A new `Checkpoint` with the same optimizer state, counters and metadata.
+            A new `Checkpoint` with the same optimizer state, counters, and metadata.
         """
         return self._copy_with(
             _stored_tensors=tensors,
@@ -220,19 +223,19 @@ class Checkpoint:
         )
 
     def with_state_as_weights(self, state_name: str) -> Checkpoint:
-        """Return a copy of the checkpoint in which an optimizer state replaces the weights.
+        """Return a copy of the checkpoint with its weights replaced by an optimizer state.
 
-        The state can be, for example, a moving average of the weights. Parameters without this state, such
-        as frozen parameters, keep their own values.
+        For example, the optimizer state may be a moving average of the weights. Parameters that do not have
+        this state, such as frozen parameters, keep their original values.
 
         Args:
             state_name: Name of the optimizer state, for example `"ema"`.
 
         Returns:
-            A new `Checkpoint` in which the state of each parameter is stored under the parameter's name.
+            A new `Checkpoint` with the weights replaced.
 
         Raises:
-            CheckpointError: No parameter has this state.
+            CheckpointError: If no parameter has this state.
         """
         state = {} if self.optimizer is None else self.optimizer.state
         replacements = {
@@ -243,13 +246,13 @@ class Checkpoint:
         weights = {name: value for name, value in replacements.items() if isinstance(value, Tensor)}
         if not weights:
             raise CheckpointError(
-                f"{self.root}: no parameter has the optimizer state {state_name}; "
-                "use a checkpoint that was saved with this state"
+                f"{self.root}: no parameter has an optimizer state named {state_name}; "
+                "use a checkpoint that contains this state"
             )
         return self._copy_with(_stored_tensors={**self.tensors, **weights}, _recorded_aliases=self.aliases)
 
     def _copy_with(self, **changes: Any) -> Checkpoint:
-        """Copy the checkpoint, replace the given attributes and drop cached values that depend on them."""
+        """Copy the checkpoint with the given attributes replaced, and clear all cached properties."""
         checkpoint = copy(self)
         vars(checkpoint).update(changes)
         for cached_name in ("optimizer", "counters", "_tensors_and_aliases"):
@@ -258,7 +261,7 @@ class Checkpoint:
 
     @cached_property
     def _tensors_and_aliases(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Stored tensors, split into tensors without aliases and the mapping from alias to owner."""
+        """Stored tensors without aliases, and the mapping from alias to owner."""
         if not self._should_resolve_ties:
             return dict(self._stored_tensors), {}
         config = self.companions.get("config.json")

@@ -1,4 +1,4 @@
-"""Tensors that are stored in several pieces and read slice by slice."""
+"""Tensors that are stored in one or more pieces and read on demand, one slice at a time."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Size of the buffer through which each thread copies non-contiguous regions, in bytes.
+# Size in bytes of the scratch buffer that each thread uses to copy non-contiguous regions.
 SCRATCH_BYTES = 4 << 20
-# torch's limits on the size of a tensor in bytes and on its number of dimensions. A file with a larger tensor
-# is damaged, because torch could not have written it.
+# PyTorch's limits on a tensor's size in bytes and on its number of dimensions. If a tensor in a file exceeds
+# these limits, the file must be damaged, because PyTorch could not have written it.
 _MAX_BYTES = (1 << 63) - 1
 MAX_DIMS = 64
 _thread_local = threading.local()
 
 
 class View(NamedTuple):
-    """Strided view of a byte source, like the view that a torch tensor has of its storage.
+    """Strided view of a byte source, similar to a `torch.Tensor`'s view of its storage.
 
     Attributes:
         source: Source that contains the elements.
-        offset: Position of the first element in `source`, in bytes.
-        strides: Distance between neighboring elements along each dimension, in bytes.
+        offset: Byte offset of the first element in `source`.
+        strides: Stride of each dimension, in bytes.
     """
 
     source: Source
@@ -46,17 +46,17 @@ class View(NamedTuple):
 
 
 class Box:
-    """Rectangular piece of a tensor: the elements [offset, offset + size) along every dimension.
+    """Rectangular piece of a tensor, covering the range [offset, offset + size) along each dimension.
 
     Args:
-        offsets: Index of the first element along each dimension of the tensor.
-        sizes: Number of elements along each dimension.
-        view: Location of the elements as a `View` of shape `sizes`, or a function that returns it. The
-            function is called at the first read.
+        offsets: Start index along each dimension of the tensor.
+        sizes: Size along each dimension.
+        view: `View` of the elements with shape `sizes`, or a function that returns it. The function is
+            called on the first read.
 
     Attributes:
-        offsets: Index of the first element along each dimension of the tensor.
-        sizes: Number of elements along each dimension.
+        offsets: Start index along each dimension of the tensor.
+        sizes: Size along each dimension.
     """
 
     __slots__ = ("_cached_view", "_view_or_loader", "offsets", "sizes")
@@ -69,10 +69,10 @@ class Box:
 
     @property
     def view(self) -> View:
-        """Location of the elements. The first access calls the function that was passed, if any."""
+        """`View` of the elements. If a function was passed, it is called on first access."""
         if isinstance(self._view_or_loader, View):
             return self._view_or_loader
-        # Use a local variable, because another thread may call `release` before the view is returned.
+        # Use a local variable because another thread may call `release` before the view is returned.
         view = self._cached_view
         if view is None:
             view = self._cached_view = self._view_or_loader()
@@ -80,19 +80,19 @@ class Box:
 
     @property
     def available_view(self) -> View | None:
-        """Location of the elements if it is available without calling the function, else None."""
+        """`View` of the elements if it is available without calling the function, otherwise None."""
         return self._view_or_loader if isinstance(self._view_or_loader, View) else self._cached_view
 
     def release(self) -> None:
-        """Drop the view that the function returned. The next read calls the function again."""
+        """Drop the view returned by the function, so the next read calls the function again."""
         self._cached_view = None
 
 
 class Tensor:
-    """Model parameter, buffer or optimizer state that is read slice by slice.
+    """Model parameter, buffer, or optimizer state that is read on demand, one slice at a time.
 
-    The tensor is stored as one or more boxes, for example one box per rank of a sharded checkpoint. A read
-    only loads the parts of the boxes that overlap the requested slice.
+    The tensor is stored as one or more boxes, for example one box per rank in a sharded checkpoint. Reading
+    a slice loads only the parts of the boxes that overlap with it.
 
     Example:
         >>> from converters import open_checkpoint
@@ -101,23 +101,24 @@ class Tensor:
 
     Args:
         name: Name of the tensor, used in error messages.
-        dtype: Element type by its safetensors name (`"F32"`, `"BF16"`, `"I64"`, `"BOOL"`, ...).
-        shape: Full shape of the tensor, even if several ranks wrote it in shards; `()` for a scalar.
-        boxes: Pieces of the tensor. They must cover the shape exactly once.
+        dtype: Safetensors dtype, such as `"F32"`, `"BF16"`, `"I64"`, or `"BOOL"`.
+        shape: Full, unsharded shape of the tensor, or `()` for a scalar.
+        boxes: Pieces of the tensor. Together, they must cover each element exactly once.
 
     Raises:
-        CheckpointError: The boxes leave a gap, overlap or exceed the shape, or the dtype is unknown.
+        CheckpointError: If the boxes leave gaps, overlap, or extend beyond the shape, or if the shape or the
+            dtype is invalid.
 
     Attributes:
         name: Name of the tensor, used in error messages.
-        dtype: Element type by its safetensors name.
-        shape: Full shape of the tensor.
+        dtype: Safetensors dtype, such as `"F32"`.
+        shape: Full, unsharded shape of the tensor.
     """
 
     __slots__ = ("_boxes", "_contiguous_source", "_dim0_max_stops", "_dim0_starts", "dtype", "name", "shape")
-    # None until the only box of a contiguous tensor is accessed.
+    # None for a contiguous tensor until `boxes` is first accessed.
     _boxes: list[Box] | None
-    # Source and byte offset, only set for a contiguous tensor.
+    # Source and byte offset, set only for a contiguous tensor.
     _contiguous_source: tuple[Source, int]
 
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -131,8 +132,8 @@ class Tensor:
         self.shape = shape
         nonempty_boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
         self._boxes = nonempty_boxes
-        # The start of each box along dimension 0, and the largest stop of all boxes up to it. Both lists are
-        # sorted, so that `_find_overlapping_boxes` can bisect them.
+        # Start of each box along dimension 0, and the running maximum of the stops. Both lists are sorted, so
+        # `_find_overlapping_boxes` can bisect them.
         self._dim0_starts = [box.offsets[0] for box in nonempty_boxes] if self.shape else []
         stops = (box.offsets[0] + box.sizes[0] for box in nonempty_boxes) if self.shape else ()
         self._dim0_max_stops = list(accumulate(stops, max))
@@ -141,22 +142,22 @@ class Tensor:
     def contiguous(
         cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
     ) -> Tensor:
-        """Create a tensor whose elements are contiguous in one source, in row-major order.
+        """Create a tensor whose elements are contiguous in a single source, in row-major order.
 
         Args:
             name: Name of the tensor, used in error messages.
-            dtype: Element type by its safetensors name.
+            dtype: Safetensors dtype, such as `"F32"`.
             shape: Shape of the tensor.
             source: Source that contains the elements.
-            offset: Position of the first element in `source`, in bytes.
+            offset: Byte offset of the first element in `source`.
 
         Returns:
-            The tensor, with a single box.
+            The new tensor.
 
         Raises:
-            CheckpointError: The shape is impossible or the dtype is unknown.
+            CheckpointError: If the shape or the dtype is invalid.
         """
-        # Create the box only when it is accessed, because a checkpoint may have 100,000 tensors.
+        # Delay creating the box until it is accessed, because a checkpoint may contain 100,000 tensors.
         tensor = cls.__new__(cls)
         tensor.name, tensor.dtype, tensor.shape = name, dtype, possible_shape(name, dtype, shape)
         tensor._boxes, tensor._contiguous_source = None, (source, offset)
@@ -164,7 +165,7 @@ class Tensor:
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """Pieces of the tensor. They cover the shape exactly once, which the constructor has checked."""
+        """Pieces of the tensor, which are guaranteed to cover each element exactly once."""
         if self._boxes is None:
             source, offset = self._contiguous_source
             view = View(source, offset, row_major(self.shape, numpy_dtype(self.dtype).itemsize))
@@ -178,12 +179,12 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of all elements in the tensor's own dtype, in bytes."""
+        """Total size in bytes of the elements in their stored dtype."""
         return self.numel * numpy_dtype(self.dtype).itemsize
 
     def __repr__(self) -> str:
@@ -192,22 +193,22 @@ class Tensor:
     def read(self, index: tuple[slice, ...] | slice | None = None, out: Array | None = None) -> Array:
         """Read the tensor or a slice of it.
 
-        If the checkpoint stores CRCs, the CRCs of the data that is read are verified.
+        If the checkpoint contains CRCs for the data, they are verified.
 
         Args:
-            index: Slices with step 1, at most one per dimension, as in `array[index]`. None reads the
-                complete tensor.
-            out: Contiguous array to fill, with the shape of the result and the tensor's dtype. For dtypes
-                that numpy does not have (`BF16` and the 8-bit floats), it may also be an integer array of
-                the same item size, which receives the bits of the elements.
+            index: Slice or tuple of slices, as in `array[index]`. Each slice must have a step of 1, and there
+                can be at most one slice per dimension. If None, the entire tensor is read.
+            out: Contiguous array to read into, with the shape of the result and the tensor's dtype. For
+                dtypes that NumPy does not support natively (`BF16` and the 8-bit floats), it may also be an
+                integer array with the same item size, which then receives the raw bits of the elements.
 
         Returns:
-            `out`, or a new array, which is 0-d for a scalar. The dtype of `BF16` and 8-bit float arrays comes
-            from `ml_dtypes`.
+            `out` if it was passed, otherwise a new array, which is 0-D for a scalar. For `BF16` and the 8-bit
+            floats, the dtype of a new array comes from the `ml_dtypes` package.
 
         Raises:
-            CheckpointError: A file is missing, short or damaged.
-            ValueError: `index` or `out` does not fit the tensor.
+            CheckpointError: If a file is missing, truncated, or damaged.
+            ValueError: If `index` or `out` is not compatible with the tensor.
         """
         starts, sizes = self._resolve_index(index)
         dtype = numpy_dtype(self.dtype)
@@ -216,14 +217,14 @@ class Tensor:
         elif out.shape != sizes:
             raise ValueError(
                 f"{self.name}: out has shape {out.shape}, but the slice has shape {sizes}; "
-                "pass an array with the shape of the slice"
+                "pass an array with the same shape as the slice"
             )
         elif out.dtype != dtype and not (
             dtype.kind == "V" and out.dtype.kind in "iu" and out.dtype.itemsize == dtype.itemsize
         ):
             raise ValueError(
                 f"{self.name}: out has dtype {out.dtype}, but the tensor has dtype {dtype}; "
-                "pass an array with the dtype of the tensor"
+                "pass an array with the same dtype as the tensor"
             )
         elif not (out.flags.c_contiguous and out.flags.writeable):
             raise ValueError(
@@ -236,14 +237,14 @@ class Tensor:
         return out
 
     def fill(self, out: Array, starts: Shape, unverified_spans: Touched) -> None:
-        """Fill an array with a region of the tensor, without verifying the stored CRCs.
+        """Read a region of the tensor into an array without verifying the stored CRCs.
 
         Args:
-            out: Array to fill, with the tensor's numpy dtype and any memory layout. Its shape is the shape of
-                the region.
-            starts: Index of the region's first element along each dimension.
-            unverified_spans: Set that receives the file spans whose CRC must still be verified. The caller
-                must verify them before it uses the elements, see `FileSpan.verify`.
+            out: Array to read into, with the shape of the region and the tensor's NumPy dtype. It may have
+                any memory layout.
+            starts: Start index of the region along each dimension.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
+                `FileSpan.verify` on each span before using the data.
         """
         if out.size == 0:
             return
@@ -266,21 +267,21 @@ class Tensor:
                 _copy_region(overlap, view.source, offset, view.strides, unverified_spans)
 
     def blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[Array]:
-        """Iterate over the elements in row-major order, without verifying the stored CRCs.
+        """Iterate over blocks of elements in row-major order without verifying the stored CRCs.
 
-        All blocks share one buffer, so a block is only valid until the next block is read.
+        All blocks share the same buffer, so each block is valid only until the next block is requested.
 
         Args:
-            nbytes: Maximum size of a block in bytes. A block has at least one element.
-            unverified_spans: Set that receives the file spans whose CRC must still be verified. The caller
-                must verify them before it uses the elements, see `FileSpan.verify`.
+            nbytes: Maximum block size in bytes. Each block contains at least one element.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
+                `FileSpan.verify` on each span before using the data.
 
         Yields:
-            Blocks of elements as 1-d arrays.
+            Blocks of elements as 1-D arrays.
         """
         dtype = numpy_dtype(self.dtype)
         block_numel, row_numel = max(1, nbytes // dtype.itemsize), 1
-        # A block consists of complete rows. A row is the largest trailing slice that fits into a block.
+        # Each block consists of complete rows. A row is the largest trailing slice that fits in a block.
         for size in reversed(self.shape):
             if row_numel * size > block_numel:
                 break
@@ -296,15 +297,15 @@ class Tensor:
             yield block
 
     def fill_flat(self, out: Array, start: int, unverified_spans: Touched, prefix: Shape = ()) -> None:
-        """Fill a 1-d array with consecutive elements in row-major order, without verifying the stored CRCs.
+        """Read consecutive elements in row-major order into a 1-D array without verifying the stored CRCs.
 
         Args:
-            out: Contiguous 1-d array to fill, with the tensor's numpy dtype.
-            start: Index of the first element in the flattened tensor, or in the flattened part of the tensor
-                that `prefix` selects.
-            unverified_spans: Set that receives the file spans whose CRC must still be verified. The caller
-                must verify them before it uses the elements, see `FileSpan.verify`.
-            prefix: Indices along the leading dimensions. They select the part of the tensor to read.
+            out: Contiguous 1-D array to read into, with the tensor's NumPy dtype.
+            start: Index of the first element to read within the flattened sub-tensor selected by `prefix`.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
+                `FileSpan.verify` on each span before using the data.
+            prefix: Indices along the leading dimensions, which select the sub-tensor to read from. By
+                default, elements are read from the entire tensor.
         """
         trailing_shape = self.shape[len(prefix) :]
         if not trailing_shape:
@@ -328,17 +329,17 @@ class Tensor:
             start, out = start + count, out[count:]
 
     def verified_blocks(self, nbytes: int) -> Iterator[Array]:
-        """Iterate over the elements like `blocks`, and verify all stored CRCs after the last block.
+        """Iterate over the same blocks as `blocks`, and verify the stored CRCs after the last block.
 
         Args:
-            nbytes: Maximum size of a block in bytes. A block has at least one element.
+            nbytes: Maximum block size in bytes. Each block contains at least one element.
 
         Yields:
-            Blocks of elements as 1-d arrays. A block is only valid until the next block is read.
+            Blocks of elements as 1-D arrays. Each block is valid only until the next block is requested.
 
         Raises:
-            CheckpointError: A file is missing, short or damaged. A wrong CRC is only detected after the last
-                block.
+            CheckpointError: If a file is missing, truncated, or damaged. A CRC mismatch is only detected
+                after the last block.
         """
         unverified_spans: Touched = set()
         yield from self.blocks(nbytes, unverified_spans)
@@ -346,20 +347,20 @@ class Tensor:
             span.verify()
 
     def release(self) -> None:
-        """Free the memory that reads of the tensor have cached. The tensor can still be read again."""
+        """Release the data cached by previous reads. The tensor can still be read afterward."""
         for box in self._boxes or ():
             box.release()
 
     def whole_span(self, *, located: bool = False) -> FileSpan | None:
-        """Return the file span that contains the elements in row-major order and nothing else.
+        """Return the file span that contains exactly the tensor's elements, in row-major order.
 
-        The bytes of the span can be copied from file to file without being interpreted.
+        The bytes of the span can be copied directly from one file to another.
 
         Args:
-            located: If True, return None instead of reading a file to locate the elements.
+            located: If True, return None if a file would have to be read to locate the elements.
 
         Returns:
-            The span, or None if there is no such span or if its CRC must still be verified.
+            The span, or None if there is no such span or its CRC has not been verified yet.
         """
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
             return None
@@ -374,11 +375,11 @@ class Tensor:
         return span.file.span(span.offset + view.offset, self.nbytes)
 
     def run(self) -> Source | None:
-        """Return a source that contains the elements in row-major order and nothing else.
+        """Return a source that contains exactly the tensor's elements, in row-major order.
 
         Returns:
-            The source, or None if a box is not row-major, a box exceeds its source, or the tensor is split
-            along a dimension other than 0.
+            The source, or None if a box is not row-major or extends beyond its source, or if the tensor is
+            split along a dimension other than 0.
         """
         strides = row_major(self.shape, numpy_dtype(self.dtype).itemsize)
         sources = []
@@ -397,7 +398,7 @@ class Tensor:
         return sources[0] if len(sources) == 1 else Joined(sources)
 
     def _resolve_index(self, index: tuple[slice, ...] | slice | None) -> tuple[Shape, Shape]:
-        """Return the start and the size of an index along every dimension."""
+        """Return the start and size of the indexed slice along each dimension."""
         slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
         if len(slices) > len(self.shape):
             raise ValueError(
@@ -409,7 +410,7 @@ class Tensor:
             dim_slice = slices[dim] if dim < len(slices) else slice(None)
             if not isinstance(dim_slice, slice) or dim_slice.step not in (None, 1):
                 raise ValueError(
-                    f"{self.name}: the index {dim_slice!r} is not supported; pass slices with step 1"
+                    f"{self.name}: the index {dim_slice!r} is not supported; pass slices with a step of 1"
                 )
             start, stop, _ = dim_slice.indices(length)
             starts.append(start)
@@ -417,7 +418,7 @@ class Tensor:
         return tuple(starts), tuple(sizes)
 
     def _find_overlapping_boxes(self, starts: Shape, sizes: Shape) -> Sequence[Box]:
-        """Return the boxes that may overlap a region, comparing only their extent along dimension 0."""
+        """Return the boxes that may overlap with a region, based only on their extents along dimension 0."""
         boxes = self.boxes
         if not starts or len(boxes) <= 1:
             return boxes
@@ -427,16 +428,16 @@ class Tensor:
 
 
 def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
-    """Return whether a value from a file is a valid shape, or valid offsets or strides.
+    """Return whether a value read from a file can be used as a shape, offsets, or strides.
 
-    Call it before multiplying the values, because the numbers in a damaged file may be negative or so large
-    that their product takes very long to compute.
+    Call this function before multiplying the numbers, because a damaged file may contain negative numbers,
+    or numbers so large that computing their product would take a very long time.
 
     Args:
-        value: Any value that was parsed from a file.
+        value: Any value parsed from a file.
 
     Returns:
-        True if the value is a list or tuple of at most `MAX_DIMS` integers in [0, 2**63).
+        True if the value is a list or tuple of at most `MAX_DIMS` integers in the range [0, 2**63).
     """
     return (
         type(value) in (tuple, list)
@@ -446,38 +447,38 @@ def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
 
 
 def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
-    """Check that a shape is within the limits of torch, and return it as a tuple.
+    """Check that a shape is within PyTorch's limits, and return it as a tuple.
 
-    The number of dimensions and every size are checked before the sizes are multiplied, because the numbers
-    in a damaged file may be so large that their product takes very long to compute.
+    The number of dimensions and the individual sizes are checked before the sizes are multiplied, because a
+    damaged file may contain numbers so large that computing their product would take a very long time.
 
     Args:
         name: Name of the tensor, used in error messages.
-        dtype: Element type by its safetensors name.
+        dtype: Safetensors dtype, such as `"F32"`.
         shape: Shape to check.
 
     Returns:
         The shape as a tuple.
 
     Raises:
-        CheckpointError: The shape has too many dimensions, a size is negative or the tensor is too large, or
-            the dtype is unknown.
+        CheckpointError: If the shape has too many dimensions or a negative size, if the tensor is too large,
+            or if the dtype is unknown.
     """
     shape = tuple(shape)
     if len(shape) > MAX_DIMS:
         raise CheckpointError(
-            f"{name}: impossible shape with {len(shape)} dimensions, more than torch supports; "
-            "the file is damaged, restore it from a copy"
+            f"{name}: impossible shape with {len(shape)} dimensions, more than PyTorch supports; "
+            "the file is damaged, so restore it from a backup"
         )
     if shape and not 0 <= min(shape) <= max(shape) <= _MAX_BYTES:
         raise CheckpointError(
-            f"{name}: impossible shape, a size is negative or at least 2**63; "
-            "the file is damaged, restore it from a copy"
+            f"{name}: impossible shape with a size that is negative or at least 2**63; "
+            "the file is damaged, so restore it from a backup"
         )
     if prod(shape) * numpy_dtype(dtype).itemsize > _MAX_BYTES:
         raise CheckpointError(
             f"{name}: impossible shape {list(shape)} with 2**63 bytes or more; "
-            "the file is damaged, restore it from a copy"
+            "the file is damaged, so restore it from a backup"
         )
     return shape
 
@@ -487,7 +488,7 @@ def row_major(shape: Sequence[int], itemsize: int) -> Shape:
 
     Args:
         shape: Shape of the array.
-        itemsize: Size of an element in bytes.
+        itemsize: Element size in bytes.
 
     Returns:
         Stride of each dimension, in bytes.
@@ -500,14 +501,14 @@ def row_major(shape: Sequence[int], itemsize: int) -> Shape:
 
 
 def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unverified_spans: Touched) -> None:
-    """Copy a strided region of a source into an array, with a bounded amount of memory.
+    """Copy a strided region of a source into an array, using a bounded amount of memory.
 
     Args:
-        out: Array to fill, with the shape of the region and any memory layout.
+        out: Array to copy into, with the shape of the region and any memory layout.
         source: Source that contains the region.
-        offset: Position of the region's first element in `source`, in bytes.
+        offset: Byte offset of the region's first element in `source`.
         strides: Strides of the region in `source`, in bytes.
-        unverified_spans: Set that receives the file spans whose CRC must still be verified.
+        unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
     """
     itemsize = out.itemsize
     dims = [dim for dim, size in enumerate(out.shape) if size != 1]
@@ -517,7 +518,7 @@ def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unveri
     if out.flags.c_contiguous and strides == row_major(out.shape, itemsize):
         source.read_into(out.reshape(-1).view(np.uint8).data, offset, unverified_spans)
         return
-    # A compressed source keeps its decompressed content in memory, so the region can be copied directly.
+    # A compressed source exposes its decompressed content as a buffer, so copy the region out of it directly.
     load_content: Callable[[int, Touched], memoryview] | None = getattr(source, "held", None)
     if load_content is not None:
         content = load_content(out.nbytes, unverified_spans)
@@ -529,12 +530,12 @@ def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unveri
         source.read_into(scratch, offset, unverified_spans)
         out[...] = np.ndarray(out.shape, out.dtype, buffer=scratch, strides=strides)
         return
-    # The region does not fit into the scratch buffer: split it along the dimension with the largest stride.
-    # A "row" is the part of the region at one index of this dimension.
+    # The region does not fit in the scratch buffer, so split it along the dimension with the largest stride.
+    # Below, a "row" is the part of the region at a single index along this dimension.
     dim = max(range(out.ndim), key=lambda d: (strides[d], out.shape[d]))
     stride, row_nbytes = strides[dim], nbytes - (out.shape[dim] - 1) * strides[dim]
-    # Read long rows that are far apart one by one, because a larger read would mostly fetch the gaps between
-    # them. Read all other rows in groups that fit into the scratch buffer.
+    # If the rows are long and far apart, read them one at a time, because a larger read would mostly fetch
+    # the gaps between them. Otherwise, fill the scratch buffer with several rows per read.
     sparse = stride > 2 * row_nbytes and row_nbytes >= 1 << 15
     rows_per_read = (
         1
@@ -548,9 +549,9 @@ def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unveri
 
 
 def _get_scratch_buffer() -> memoryview:
-    """Return the scratch buffer of the current thread, with at least `SCRATCH_BYTES` bytes."""
+    """Return the current thread's scratch buffer, which has at least `SCRATCH_BYTES` bytes."""
     buffer: memoryview | None = getattr(_thread_local, "scratch", None)
     if buffer is None or len(buffer) < SCRATCH_BYTES:
-        # np.empty only reserves address space. Pages take physical memory when they are first used.
+        # np.empty only reserves address space. Physical memory is allocated when a page is first accessed.
         buffer = _thread_local.scratch = np.empty(SCRATCH_BYTES, np.uint8).data
     return buffer

@@ -1,8 +1,9 @@
-"""Plan of the files of a conversion, and the code that writes them. All writers share this module.
+"""Conversion plans and the code that carries them out, shared by all writers.
 
-A writer builds a `Plan` of the output files. Each file is a sequence of literal bytes and tensors. Everything
-except the tensor data is known before writing starts, so a plan can be printed, measured and checked against
-the free disk space. `carry_out` then streams the tensor data into the files.
+A writer builds a `Plan` that describes the output files. Each file is a sequence of literal bytes, tensors,
+and trailers. Everything except the tensor data and its checksums is known before writing starts, so a plan
+can be printed, measured, and checked against the free disk space. `carry_out` then streams the tensor data to
+the files.
 """
 
 from __future__ import annotations
@@ -49,22 +50,22 @@ if TYPE_CHECKING:
     OutputPiece = Piece | UploadedPiece
 
 
-# Outputs up to this size, in bytes, are never refused for being much larger than the source.
+# Outputs up to this size in bytes are always allowed, regardless of the size of the source.
 _MAX_UNCHECKED_BYTES = 64 << 20
-# Unit of `st_blocks` in the result of `os.stat`, in bytes.
+# Block size of `st_blocks` in `os.stat` results, in bytes.
 _STAT_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Options that determine the content of the output.
+    """Options that determine the contents of the output.
 
     Attributes:
-        dtype: Dtype to cast floating-point model tensors to: `"float32"`, `"bfloat16"` or `"float16"`
-            (`"fp32"`, `"bf16"` or `"fp16"` for short), or `"keep"` to keep the dtypes. GGUF also supports
-            `"q8_0"`, `"q4_0"` and `"mxfp4"`. 8-bit floats and 0-d tensors are never cast.
-        max_shard_size: Maximum size of a file in bytes, for formats that split the tensors into several
-            files. A larger tensor gets a file of its own.
+        dtype: Target dtype for floating-point model tensors: `"float32"`, `"bfloat16"`, or `"float16"`
+            (`"fp32"`, `"bf16"`, or `"fp16"` for short), or `"keep"` to leave the dtypes unchanged. GGUF also
+            supports `"q8_0"`, `"q4_0"`, and `"mxfp4"`. 8-bit floats and 0-D tensors are never cast.
+        max_shard_size: Maximum file size in bytes for formats that split the tensors into several files. Any
+            tensor larger than this is written to a separate file.
         optimizer: Whether to also write the optimizer state and the parameter groups.
     """
 
@@ -75,12 +76,12 @@ class Choices:
 
 @dataclass(frozen=True)
 class Entry:
-    """Tensor of the output.
+    """Tensor to write.
 
     Attributes:
-        name: Name that is unique within the output.
-        dtype: Dtype to write, by its safetensors name.
-        tensor: Source tensor. It is cast when it is written if it has another dtype.
+        name: Name of the tensor, which must be unique in the output.
+        dtype: Safetensors dtype of the written tensor, such as `"F32"`.
+        tensor: Source tensor. If its dtype differs from `dtype`, the tensor is cast during writing.
     """
 
     name: str
@@ -95,11 +96,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Trailer:
-    """Bytes that follow a tensor and depend on the CRC32 of the tensor's data.
+    """Bytes that follow a tensor in a file and depend on the CRC32 of the tensor's data.
 
     Attributes:
         nbytes: Size of the trailer in bytes.
-        compute: Function from the CRC32 of the tensor's data to the bytes of the trailer.
+        compute: Function that takes the CRC32 of the tensor's data and returns the trailer.
         late: Whether to write the trailer after all other parts of the plan, for example because it depends
             on the CRC32 of several tensors.
     """
@@ -118,7 +119,7 @@ class PlannedFile:
 
     Attributes:
         name: Path of the file, relative to the output folder.
-        parts: Literal bytes, tensors and trailers, in the order of the file.
+        parts: Contents of the file, as a sequence of literal bytes, tensors, and trailers.
     """
 
     name: str
@@ -126,7 +127,7 @@ class PlannedFile:
 
     @property
     def entries(self) -> list[Entry]:
-        """Tensors of the file."""
+        """Tensors in the file."""
         return [part for part in self.parts if isinstance(part, Entry)]
 
     @property
@@ -141,12 +142,12 @@ class Plan:
 
     Attributes:
         files: Files that contain tensors.
-        documents: Contents of small files, by file name.
-        companions: Source paths of files to copy unchanged, by the name of the copy.
-        reopen: Function that opens the written folder and returns its tensors by `Entry.name`. `--verify`
-            compares them with the source.
-        losses: Counts of the elements that became infinite or zero because of a cast. `carry_out` fills
-            them in.
+        documents: Contents of other small files to write, keyed by file name.
+        companions: Source paths of files to copy unchanged, keyed by the file name in the output.
+        reopen: Function that opens the written folder and returns its tensors, keyed by `Entry.name`. With
+            `--verify`, these tensors are compared with the source.
+        losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
+            `carry_out`.
     """
 
     files: tuple[PlannedFile, ...]
@@ -157,17 +158,17 @@ class Plan:
 
     @property
     def names(self) -> set[str]:
-        """Names of all files."""
+        """Names of all output files."""
         return {*(file.name for file in self.files), *self.documents, *self.companions}
 
     @property
     def nbytes(self) -> int:
-        """Size of the files that contain tensors, in bytes."""
+        """Total size of the files that contain tensors, in bytes."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def buffer(self) -> int:
-        """Peak size of the tensor data in memory while the plan is carried out, in bytes."""
+        """Peak memory used for tensor data while the plan is carried out, in bytes."""
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
         return BLOCK_BYTES * (3 if casts else 1) * threads()
 
@@ -178,19 +179,19 @@ def _count_bytes(part: Part) -> int:
 
 
 def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[Entry]:
-    """List the model tensors to write and the dtype of each.
+    """List the model tensors to write, with their output dtypes.
 
     Args:
-        checkpoint: Checkpoint to write.
-        dtype: Value of `--dtype`, see `Choices`.
+        checkpoint: Checkpoint to convert.
+        dtype: Target dtype. See `Choices` for the supported values.
         aliases: Whether to also write tied tensors under each of their aliases.
 
     Returns:
-        One entry per name to write.
+        One entry per tensor name to write.
 
     Raises:
-        CheckpointError: The checkpoint does not contain model tensors, a name is not valid Unicode, or
-            `dtype` is unknown.
+        CheckpointError: If the checkpoint does not contain any model tensors, if a tensor name is not valid
+            Unicode, or if `dtype` is unknown.
     """
     target_dtype = parse_dtype(dtype)
     if not checkpoint.tensors:
@@ -203,7 +204,8 @@ def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) 
     tensors = dict(checkpoint.tensors)
     if aliases:
         tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
-    # Do not cast the tensors next to or below a quantized weight, because they may be its scales.
+    # Except for biases, do not cast tensors that are next to or nested under a quantized weight, because they
+    # may be its scales.
     quantized_weights = [
         name for name, tensor in tensors.items() if tensor.dtype in QUANTIZED and tensor.shape
     ]
@@ -217,7 +219,7 @@ def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) 
 
 
 def _check_tensor_name(name: str, root: Place) -> None:
-    """Raise CheckpointError if a name has a lone surrogate, because it cannot be written as UTF-8."""
+    """Raise CheckpointError if a name contains lone surrogates, which cannot be encoded as UTF-8."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -227,16 +229,16 @@ def _check_tensor_name(name: str, root: Place) -> None:
 
 
 def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
-    """Return the optimizer state of a checkpoint that must have one.
+    """Return the checkpoint's optimizer state, raising an error if it has none.
 
     Args:
-        checkpoint: Checkpoint to write with its optimizer state.
+        checkpoint: Checkpoint to convert.
 
     Returns:
         The optimizer state.
 
     Raises:
-        OptimizerStateError: The checkpoint does not contain optimizer state.
+        OptimizerStateError: If the checkpoint does not contain optimizer state.
     """
     optimizer = checkpoint.optimizer
     if optimizer is None:
@@ -245,13 +247,13 @@ def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
 
 
 def plain_groups(optimizer: OptimizerState) -> ParamGroups:
-    """Convert the parameter groups to plain Python values, for example to write them as JSON.
+    """Convert the parameter groups to plain Python objects, for example to write them as JSON.
 
     Args:
-        optimizer: Optimizer state with the parameter groups.
+        optimizer: Optimizer state that contains the parameter groups.
 
     Returns:
-        The groups as dicts, lists, strings and numbers. Only `betas` is a tuple, as in torch.
+        The parameter groups as dicts, lists, strings, and numbers. Only `betas` is a tuple, as in PyTorch.
     """
     groups: ParamGroups = plain(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
@@ -264,19 +266,19 @@ def plain_groups(optimizer: OptimizerState) -> ParamGroups:
 
 
 def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, Entry]]:
-    """List the tensors of the optimizer state to write.
+    """List the optimizer state tensors to write.
 
-    Numbers become 0-d tensors. No tensor is cast.
+    Numbers are converted to 0-D tensors, and tensors keep their dtypes.
 
     Args:
         optimizer: Optimizer state to write.
         root: Folder or file of the checkpoint, used in error messages.
 
     Returns:
-        Tuples of parameter name, state name and entry. The entry is called `<parameter name>.<state name>`.
+        Tuples of parameter name, state name, and entry. Each entry is named `<parameter name>.<state name>`.
 
     Raises:
-        CheckpointError: A name is not valid Unicode.
+        CheckpointError: If a name is not valid Unicode.
     """
     entries = []
     for name, values in optimizer.state.items():
@@ -290,21 +292,21 @@ def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str,
 
 
 def shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Split tensors into shards of limited size, keeping their order.
+    """Group tensors into shards of limited size, preserving their order.
 
     Args:
-        entries: Tensors to split.
-        max_bytes: Maximum size of a shard in bytes. A larger tensor gets a shard of its own.
+        entries: Tensors to group.
+        max_bytes: Maximum shard size in bytes. Any tensor larger than this is placed in a separate shard.
 
     Returns:
-        The entries of each shard. There is at least one shard, which may be empty.
+        The entries of each shard. There is always at least one shard, but it may be empty.
 
     Raises:
-        CheckpointError: `max_bytes` is less than 1.
+        CheckpointError: If `max_bytes` is less than 1.
     """
     if max_bytes < 1:
         raise CheckpointError(
-            f"max_shard_size: {max_bytes} is not a positive number of bytes; choose at least 1"
+            f"max_shard_size: {max_bytes} is not a positive number of bytes; specify at least 1"
         )
     entries_by_shard: list[list[Entry]] = [[]]
     shard_bytes = 0
@@ -325,9 +327,10 @@ class Options(TypedDict, total=False):
         progress: Whether to show a progress bar if stderr is a terminal. Default: True.
         verify: Whether to read the written tensors back and compare them with the source before the output
             is published. Default: False.
-        expand: Whether to allow an output that is much larger than the source, see `check_expansion`.
+        expand: Whether to allow an output that is much larger than the source. See `check_expansion`.
             Default: False.
-        facts: Extra fields for the completion marker of an output in an object store. Default: None.
+        facts: Additional fields to store in the completion marker if the output is in an object store.
+            Default: None.
     """
 
     overwrite: bool
@@ -347,32 +350,33 @@ def carry_out(
 ) -> Plan:
     """Write a plan atomically.
 
-    On a disk, the output is written under a temporary name and renamed to `out` when it is complete. In an
-    object store, an output folder gets a completion marker when it is complete.
+    On a local disk, the output is written under a temporary name and renamed to `out` once it is complete. In
+    an object store, a completion marker is added to the output folder once the folder is complete.
 
     Args:
-        checkpoint: Checkpoint to convert. Its folder and `out` must not contain each other.
+        checkpoint: Checkpoint to convert. Its folder must not contain `out`, and vice versa.
         make_plan: Function that returns the plan. It is called after `out` has been checked.
         out: Output folder or file.
-        single: Whether `out` is the only file of the plan instead of a folder.
-        **options: Options of type `Options`.
+        single: Whether the plan consists of a single file. If True, `out` is the path of this file instead of
+            a folder.
+        **options: Additional options. See `Options`.
 
     Returns:
         The plan that was written.
 
     Raises:
-        CheckpointError: `out` cannot be written or replaced, the source is damaged, the output is much
-            larger than the source, or the disk is full.
-        TypeError: An option does not exist.
+        CheckpointError: If `out` cannot be written or replaced, the source is damaged, the output would be
+            much larger than the source, or the disk is full.
+        TypeError: If an option is unknown.
     """
-    # Check the names, because Python does not, and a misspelled option would have no effect.
+    # Python does not check the names at runtime, so a misspelled option would be silently ignored.
     if unknown_names := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"{min(unknown_names)}: unknown option; use one of the fields of Options")
     overwrite, verify = options.get("overwrite", False), options.get("verify", False)
     target = check_output(out, [checkpoint.root], overwrite=overwrite, single=single)
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=options.get("expand", False))
-    from tqdm import tqdm  # not imported at the top because the import is slow
+    from tqdm import tqdm  # imported here because the import is slow
 
     verified_bytes = sum(entry.nbytes for file in plan.files for entry in file.entries) if verify else 0
     bar = tqdm(
@@ -380,7 +384,7 @@ def carry_out(
         unit="B",
         unit_scale=True,
         desc=target.name.removeprefix(".").removesuffix(".new"),
-        # None disables the bar if stderr is not a terminal.
+        # If None, tqdm disables the progress bar unless stderr is a terminal.
         disable=None if options.get("progress", True) else True,
     )
     output = new_output(
@@ -411,7 +415,7 @@ def carry_out(
 
 
 def _iter_copied_spans(plan: Plan) -> Iterator[FileSpan]:
-    """Iterate over the file spans that `_write_entry` lets the kernel copy."""
+    """Iterate over the file spans that `_write_entry` copies without reading them into memory."""
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
             if (
@@ -425,39 +429,39 @@ def _iter_copied_spans(plan: Plan) -> Iterator[FileSpan]:
 
 
 def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> None:
-    """Check that a plan does not write far more bytes than the files of the source contain.
+    """Check that the output of a plan is not much larger than the source files.
 
-    A pickled tensor can be a view that repeats its storage: with a stride of 0, or with many names for one
-    storage. A kilobyte can therefore become gigabytes.
+    In a pickle file, a tensor with a stride of 0 repeats the same elements, and many tensors can share the
+    same storage. A file of a few kilobytes can therefore expand to gigabytes.
 
     Args:
         checkpoint: Checkpoint to convert.
         plan: Plan to check.
-        allowed: Whether to allow any output size.
+        allowed: Whether to allow an output of any size.
 
     Raises:
-        CheckpointError: The output would be more than `EXPANSION` times the size of the source.
+        CheckpointError: If the output would be more than `EXPANSION` times as large as the source.
     """
     if allowed or plan.nbytes <= _MAX_UNCHECKED_BYTES:
         return
     source_bytes = _count_source_bytes(checkpoint.root)
-    # A checkpoint that was created in memory has 0 bytes and cannot be checked.
+    # A checkpoint created in memory does not have any source files, so skip the check.
     if source_bytes and plan.nbytes > EXPANSION * source_bytes:
         largest = max(
             (entry for file in plan.files for entry in file.entries), key=lambda entry: entry.nbytes
         )
         raise CheckpointError(
-            f"{checkpoint.root}: the files contain {source_bytes:,} bytes, but the output would have "
-            f"{plan.nbytes:,} bytes (the tensor {largest.name!r} has {largest.nbytes:,} bytes), "
-            f"more than {EXPANSION} times as many; give --expand to write it anyway"
+            f"{checkpoint.root}: the files contain {source_bytes:,} bytes, but the output would contain "
+            f"{plan.nbytes:,} bytes (the largest tensor, {largest.name!r}, has {largest.nbytes:,} bytes), "
+            f"more than {EXPANSION} times as many; use --expand to write the output anyway"
         )
 
 
 def _count_source_bytes(root: Place) -> int:
-    """Return the total size of the files in the folder of a checkpoint, in bytes. Holes are not counted.
+    """Return the total size of the files in a checkpoint folder in bytes, not counting holes.
 
-    If the checkpoint was opened as a single file, all files in the same folder count, because the file may be
-    the index of several shards.
+    If the checkpoint was opened from a single file, all files in the same folder are counted, because the
+    file may be the index of a sharded checkpoint.
     """
     folder = root.parent if root.is_file() else root
     files = files_below(folder).items()
@@ -467,10 +471,10 @@ def _count_source_bytes(root: Place) -> int:
 
 
 def _count_data_bytes(path: Path, size: int) -> int:
-    """Return the number of bytes of a file that are not in holes.
+    """Return the size of a file in bytes, not counting holes.
 
-    A file with enough blocks for its size is not sparse. A file with fewer blocks may be sparse or compressed
-    by the file system, so its holes are located with `lseek`.
+    A file is not sparse if the file system has allocated enough blocks for its size. Otherwise, the file may
+    be sparse or compressed by the file system, so its holes are located with `lseek`.
     """
     data_bytes, position = 0, 0
     try:
@@ -485,7 +489,7 @@ def _count_data_bytes(path: Path, size: int) -> int:
             position = os.lseek(descriptor, data_start, os.SEEK_HOLE)
             data_bytes += position - data_start
     except OSError as error:
-        # ENXIO means that only a hole follows. With any other error, holes cannot be detected.
+        # ENXIO means that the rest of the file is a hole. After any other error, holes cannot be detected.
         if error.errno != errno.ENXIO:
             return size
     finally:
@@ -494,7 +498,7 @@ def _count_data_bytes(path: Path, size: int) -> int:
 
 
 def _make_scalar_tensor(name: str, value: Scalar) -> Tensor:
-    """Create a 0-d tensor: BOOL for a bool, I64 for an integer of at most 64 bits, F64 for other numbers."""
+    """Create a 0-D tensor: BOOL for a bool, I64 for an integer that fits in 64 bits, otherwise F64."""
     if isinstance(value, bool):
         return Tensor.contiguous(name, "BOOL", (), Memory(bytes([value])))
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
@@ -505,16 +509,17 @@ def _make_scalar_tensor(name: str, value: Scalar) -> Tensor:
 def _iter_write_jobs(
     draft: Output, plan: Plan, unverified_spans: Touched, late_jobs: list[Job]
 ) -> Iterator[Job]:
-    """Iterate over the jobs that write a plan. A file is created when its first job is requested.
+    """Iterate over the jobs that write a plan. Each file is created when its first job is requested.
 
     Args:
         draft: Output to write to.
         plan: Plan to write.
-        unverified_spans: Set that receives the file spans whose CRC must still be verified after all jobs.
-        late_jobs: List that receives the jobs that may only start when all other jobs have finished.
+        unverified_spans: Set that collects the file spans whose CRC must be verified after all jobs have
+            finished.
+        late_jobs: List that collects the jobs to run after all other jobs have finished.
 
     Yields:
-        Jobs that may run in parallel.
+        Jobs that can run in parallel.
     """
 
     def iter_file_jobs(file: PlannedFile) -> Iterator[Job]:
@@ -527,20 +532,20 @@ def _iter_write_jobs(
             else:
                 yield job
 
-    # On a disk, alternate between files, because the kernel lets only one thread at a time write to a file.
-    # In an object store, write one file after the other, because the pieces of a file are uploaded in order
-    # while several threads prepare them.
+    # On a local disk, alternate between files, because the kernel allows only one thread at a time to write
+    # to a file. In an object store, write one file at a time, because several threads prepare the pieces of
+    # each file in parallel, but the pieces must be uploaded in order.
     return interleaved(map(iter_file_jobs, plan.files), 1 if draft.threads else threads())
 
 
 def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, list[Part]]]:
     """Group the parts of a file into pieces of at least `min_bytes` bytes.
 
-    Only the last piece may be smaller. A trailer is in the same piece as its tensor, because it depends on
-    the CRC32 of the tensor.
+    Only the last piece may be smaller. A trailer is always in the same piece as its tensor because it depends
+    on the tensor's CRC32.
 
     Yields:
-        Tuples of the size of a piece in bytes and its parts.
+        Tuples of a piece's size in bytes and its parts.
     """
     piece_parts: list[Part] = []
     piece_bytes = 0
@@ -556,7 +561,7 @@ def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, l
 def _write_piece(
     piece: OutputPiece, parts: list[Part], unverified_spans: Touched, losses: Losses, progress: Progress
 ) -> None:
-    """Write consecutive parts of a file."""
+    """Write the parts of a piece to the output file."""
     crc = 0
     for i, part in enumerate(parts):
         if isinstance(part, Entry):
@@ -578,7 +583,7 @@ def _write_entry(
     *,
     compute_crc: bool,
 ) -> int:
-    """Write one tensor. Return the CRC32 of its data if `compute_crc` is set, else 0."""
+    """Write a tensor and return the CRC32 of its data, or 0 if `compute_crc` is False."""
     if not compute_crc and entry.dtype == entry.tensor.dtype:
         span = entry.tensor.whole_span()
         if span is not None and piece.copy(span, progress):
@@ -592,8 +597,8 @@ def _write_entry(
         piece.write(data)
         progress(len(data))
     for span in entry_spans:
-        # Verify a span as soon as all of its bytes have been read. If several tensors share the span, this is
-        # the case after the last of them.
+        # Verify the span as soon as all of its bytes have been read. If several tensors share a span, it is
+        # verified after the last tensor has been read.
         if span.next_gap() is None:
             span.verify()
             unverified_spans.discard(span)
@@ -604,27 +609,27 @@ def _write_entry(
 
 
 def _iter_verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
-    """Iterate over jobs that compare the written tensors with the source, one job per tensor."""
+    """Iterate over jobs that each compare a written tensor with its source tensor."""
     written_tensors = plan.reopen(folder)
     for file in plan.files:
         for entry in file.entries:
             written = written_tensors.get(entry.name)
             if written is None or written.shape != entry.tensor.shape or written.dtype != entry.dtype:
                 raise CheckpointError(
-                    f"{file.name}: the tensor {entry.name!r} is missing or has another shape or dtype than "
-                    "planned; this is a bug, please report it"
+                    f"{file.name}: the tensor {entry.name!r} is missing or has an unexpected shape or "
+                    "dtype; this is a bug, so please report it"
                 )
             yield partial(_compare_tensors, file.name, entry, written)
 
 
 def _compare_tensors(file_name: str, entry: Entry, written: Tensor, progress: Progress) -> None:
-    """Raise CheckpointError unless a written tensor equals its source bit for bit, after the cast."""
+    """Raise CheckpointError unless a written tensor is bitwise equal to the cast source tensor."""
     block_bytes = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
     expected_blocks = cast_blocks(entry.tensor, entry.dtype, set())
     for expected, actual in zip(expected_blocks, written.verified_blocks(block_bytes), strict=True):
         if expected.tobytes() != actual.tobytes():
             raise CheckpointError(
                 f"{file_name}: the written tensor {entry.name!r} differs from the source; "
-                "check the disk and convert again"
+                "check the disk and run the conversion again"
             )
         progress(expected.nbytes)
