@@ -33,7 +33,9 @@ from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
+from tests.portable.chat_support import tokenizer
 from tests.runs import TINY_MODEL, configured
+from tests.tiny_models import tiny_model
 from tests.xla import QUICK
 from tests.zygote import LIBRARY, Zygote
 
@@ -43,6 +45,8 @@ PAGES = [*GUIDES, *sorted(path for path in (ROOT / "docs").glob("*.md") if path.
 FIRST_PAGE = ROOT / "docs" / "index.md"
 COMMANDS = ("sh", "bash", "console")
 PROGRAMS = ("portable-train", "portable.cli")
+README_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Hub ID of the model that README fine-tunes. A folder with this name holds a tiny model in its place."""
 UNSAID = ("output_dir:", "log: {sample_tokens: 4}\noutput_dir:")
 """Without the text that a run generates after each evaluation, a pass of the model for each token."""
 
@@ -96,6 +100,14 @@ def files(page: Path) -> dict[str, str]:
     return {found[1]: text for found, text in named if found}
 
 
+def write_chat_model(folder: Path) -> None:
+    """Write a tiny model with the chat template of ChatML."""
+    chat_tokenizer = tokenizer("chatml")
+    model = tiny_model("llama", vocab_size=len(chat_tokenizer), max_position_embeddings=256)
+    model.save_pretrained(folder)
+    chat_tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """What a reader has who follows the pages: texts, the config of the first page, a run."""
@@ -113,6 +125,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         log__every_steps=50,
     )
     assert run_rank("cpu", quick) == 0
+    write_chat_model(folder / README_MODEL)
+    shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "library").mkdir()
     for letter in "astu":  # the pages read those of s, t and u
         for module in sorted(Path(sysconfig.get_path("stdlib")).glob(f"{letter}*.py"))[:6]:
@@ -149,13 +163,18 @@ def pages_that_run() -> Iterator[Any]:
 
 
 SMALLER = {
-    "README": [UNSAID, ("steps: 20", "steps: 4")],
+    "README": [
+        ("epochs 8", "epochs 1 --log.sample_tokens 4"),
+        ("epochs: 8", "epochs: 1"),
+        ("every_steps: 4", "every_steps: 4\n  sample_tokens: 4"),
+    ],
     "evaluate": [UNSAID, ("steps: 60", "steps: 20")],
     "index": [UNSAID],
     "optimizers": [("--config run.yaml", "--config run.yaml --train.steps 4")],
     "train": [
         ("num_hidden_layers: 32", "num_hidden_layers: 4"),
-        ("--data.max_samples 40", "--data.max_samples 40 --data.seq_len 64"),
+        ("steps: 60", "steps: 4"),
+        ("--train.stop_after 30", "--train.stop_after 2"),
     ],
 }
 """By page, what is as long or as large as it is for the reader alone."""
