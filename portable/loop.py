@@ -90,16 +90,16 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Run before the first step of a launch."""
+        """Handle the start of a launch, before its first step."""
 
     def on_step(self, run: Run) -> None:
-        """Run after every step.
+        """Handle the end of a training step.
 
         Reading from the device is only allowed if this step is also logged, evaluated, or saved.
         """
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
-        """Run when a step is logged.
+        """Handle the values logged for a step.
 
         Args:
             run: The current run.
@@ -108,7 +108,7 @@ class Callback:
         """
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
-        """Run after an evaluation.
+        """Handle the results of an evaluation.
 
         Args:
             run: The current run.
@@ -116,10 +116,10 @@ class Callback:
         """
 
     def on_save(self, run: Run) -> None:
-        """Run when the trainer starts writing a checkpoint of the current step."""
+        """Handle the start of a save, when the trainer begins to write a checkpoint."""
 
     def on_end(self, run: Run) -> None:
-        """Run after the last step of a launch, before the final model is exported."""
+        """Handle the end of a launch, before the final model is exported."""
 
     # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
 
@@ -128,7 +128,7 @@ class Callback:
         return batches
 
     def skipped(self, run: Run, count: int, message: str) -> None:
-        """Run after updates were skipped.
+        """Handle skipped optimizer updates.
 
         Args:
             run: The current run.
@@ -137,10 +137,10 @@ class Callback:
         """
 
     def paused(self, run: Run, seconds: float) -> None:
-        """Run after an evaluation or a save has paused training for ``seconds``."""
+        """Handle a pause of ``seconds`` during which training waited for an evaluation or a save."""
 
     def completed(self, run: Run, checkpoint: Place) -> None:
-        """Run when a checkpoint is complete. Only called on rank 0."""
+        """Handle a completed checkpoint. Only called on rank 0."""
 
     def close(self) -> None:
         """Release resources at the end of a launch, even if the launch failed."""

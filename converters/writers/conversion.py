@@ -415,7 +415,7 @@ def carry_out(
 
 
 def _iter_copied_spans(plan: Plan) -> Iterator[FileSpan]:
-    """Iterate over the file spans that `_write_entry` copies without reading them into memory."""
+    """Yield the file spans that `_write_entry` copies directly from file to file."""
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
             if (

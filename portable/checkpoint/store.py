@@ -195,7 +195,7 @@ class Checkpoints(Generic[P]):
         """Find the complete checkpoints.
 
         Returns:
-            Pairs of step and folder, oldest first.
+            ``(step, folder)`` pairs, oldest first.
         """
         steps = [(step_of(folder.name), folder) for folder in folders_in(self.path)]
         return sorted(
