@@ -192,8 +192,8 @@ class Checkpoint:
         """Return a copy of the checkpoint with additional companion files.
 
         Args:
-            files: Paths of the files to add, keyed by file name. They override existing companions with the
-                same file name.
+            files: Paths of the files to add, keyed by file name. They replace existing companion files with
+                the same name.
 
         Returns:
             A new `Checkpoint` with the same tensors.

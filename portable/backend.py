@@ -90,7 +90,7 @@ class Engine(Protocol):
         """
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        """Run the forward and backward pass of one micro-batch. Does not sync the host.
+        """Run the forward and backward pass of one micro-batch. Does not trigger a host-device sync.
 
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.place`.
@@ -107,7 +107,9 @@ class Engine(Protocol):
         """
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
-        """Clip the gradients, take an optimizer step, and zero the gradients. Does not sync the host.
+        """Clip the gradients, take an optimizer step, and zero the gradients.
+
+        Does not trigger a host-device sync.
 
         If the loss or the gradient norm is not finite, all ranks skip the update, which leaves the weights,
         moments, and step counts bitwise unchanged. ``train.on_non_finite`` limits the number of consecutive
@@ -124,7 +126,9 @@ class Engine(Protocol):
         """
 
     def health(self) -> Health:
-        """Read the counters of skipped updates from the device. Syncs the host, so call it only when logging.
+        """Read the counters of skipped updates from the device.
+
+        This triggers a host-device sync, so only call it when logging.
 
         Raises:
             RunError: If the cause of the failed updates is known, for example an fp16 loss scale at its
@@ -134,7 +138,8 @@ class Engine(Protocol):
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose accumulated gradient is not finite, in model order.
 
-        Each rank checks its own shards. Must be called on all ranks, before :meth:`update`. Syncs the host.
+        Each rank checks its own shards. Must be called on all ranks, before :meth:`update`. Triggers a
+        host-device sync.
         """
 
     def evaluate(
@@ -142,7 +147,7 @@ class Engine(Protocol):
     ) -> dict[str, Tensor]:
         """Run the forward pass of one evaluation micro-batch and accumulate its metrics.
 
-        Does not sync the host.
+        Does not trigger a host-device sync.
 
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.place`.
@@ -155,7 +160,9 @@ class Engine(Protocol):
         """
 
     def swap_ema_weights(self) -> None:
-        """Swap the weights with their exponential moving average (``train.ema``). Does not sync the host.
+        """Swap the weights with their exponential moving average (``train.ema``).
+
+        Does not trigger a host-device sync.
 
         Call it again to swap them back.
         """
@@ -261,23 +268,26 @@ class Backend(Protocol):
         """
 
     def seed(self, value: int) -> None:
-        """Seed the random number generator on this rank's device (for dropout). Does not sync the host."""
+        """Seed the random number generator on this rank's device (for dropout).
+
+        Does not trigger a host-device sync.
+        """
 
     def place(self, batch: Batch) -> Batch:
-        """Copy a micro-batch to the device. Does not sync the host."""
+        """Copy a micro-batch to the device. Does not trigger a host-device sync."""
 
     def total(self, count: float) -> Tensor:
-        """Sum a number from each rank's host into a device scalar. Does not sync the host.
+        """Sum a number from each rank's host into a device scalar. Does not trigger a host-device sync.
 
         Returns:
             An int64 scalar if ``count`` is an integer, otherwise a floating-point scalar.
         """
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum a small device tensor over all ranks. Does not sync the host."""
+        """Sum a small device tensor over all ranks. Does not trigger a host-device sync."""
 
     def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Copy device tensors to the host. This is the only host sync in the training loop.
+        """Copy device tensors to the host. This is the only host-device sync in the training loop.
 
         Returns:
             The values of all tensors, flattened and concatenated in the given order.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class StepResult:
     """Result of an optimizer step.
 
-    The tensors stay on the device, so creating a result does not sync the host.
+    The tensors stay on the device, so creating a result does not trigger a host-device sync.
 
     Attributes:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
@@ -161,7 +161,7 @@ def train_step(
     max_grad_norm: float,
     with_token_metrics: bool = True,
 ) -> StepResult:
-    """Take one optimizer step without a host sync.
+    """Take one optimizer step without a host-device sync.
 
     The loss is the mean over all valid tokens in the global batch, regardless of how the tokens are
     distributed across micro-batches and ranks. The valid tokens of all micro-batches are counted up front,

@@ -306,7 +306,7 @@ class Checkpoints(Generic[P]):
 
         Args:
             last: Whether this is the last save of the run. If so, a save that fails because the object store
-                is unavailable is retried until it succeeds or the outage exceeds the permitted time.
+                is unavailable is retried until it succeeds or the outage lasts longer than the time limit.
 
         Raises:
             RunError: If the save failed. Earlier checkpoints are intact.

@@ -126,7 +126,8 @@ class TorchEngine:
         # With dynamic loss scaling, overflows are expected and merely lower the scale. The scaler reports a
         # failure if gradients overflow at the minimum scale, and a single such failure stops the run.
         self._max_streak = allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
-        # The counters stay on the device and are only read when logging, because reading them syncs the host.
+        # The counters stay on the device and are only read when logging, because reading them triggers a
+        # host-device sync.
         self._nonfinite_counters = torch.tensor(NEW_COUNTERS, device=device)
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
@@ -179,14 +180,17 @@ class TorchEngine:
         return norm
 
     def health(self) -> Health:
-        """Read the skipped-update counters from the device. Syncs the host."""
+        """Read the skipped-update counters from the device. Triggers a host-device sync."""
         health = Health.of(self._nonfinite_counters.tolist(), self._max_streak)
         if health.skipped_updates and self._scaler is not None:
             raise self._scaler.exhausted()
         return health
 
     def nonfinite_gradients(self) -> list[str]:
-        """Return the names of the parameters whose local gradient shard is not finite. Syncs the host."""
+        """Return the names of the parameters whose local gradient shard is not finite.
+
+        Triggers a host-device sync.
+        """
         gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
