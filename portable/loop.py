@@ -173,7 +173,7 @@ def train_step(
         engine: Model and optimizer of this rank.
         micro_batches: Iterator over this rank's micro-batches, in host memory. The step consumes
             ``plan.accumulation_steps`` of them.
-        plan: How the global batch is split into micro-batches.
+        plan: Division of the global batch into micro-batches.
         first_sample: Index of the first sample in the global batch, which determines the dropout seeds.
         learning_rate: Learning rate for this step.
         max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
