@@ -16,9 +16,10 @@ from portable.model.build import build_model, model_config, training_model
 from portable.model.freezing import frozen_names
 from portable.model.groups import groups_of
 from portable.model.reach import find_unreached, name_parts, unreached_names
+from portable.registry import create_backend
 from tests.composite import composite_config, write_composite
 from tests.engines import ENGINES, Engines
-from tests.parity import launched
+from tests.parity import launched, opened
 from tests.runs import checked, configured, losses
 
 # -- the class ---------------------------------------------------------------------------------------------
@@ -269,3 +270,102 @@ def launched_without_reach(config: RunConfig) -> int:
 
     with patch("portable.model.build.find_unreached", lambda *_, **__: frozenset()):
         return launched(config)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------
+
+
+def lora_run(folder: Path, source: Path, corpus: Path, **settings: Any) -> RunConfig:
+    adapter = {"adapter__type": "lora", "adapter__r": 4, "train__learning_rate": 0.02, "strategy": "no_shard"}
+    return text_run(folder, source, corpus, **{**adapter, **settings})
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"])
+def test_adapter_moves_the_published_class_as_in_training(
+    model_type: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import peft
+    import transformers
+
+    from portable.run.rank import run_rank
+
+    source = write_composite(tmp_path / "source", model_type, corpus)
+    config = lora_run(tmp_path / "run", source, corpus)
+    assert run_rank("cpu", config) == 0
+    assert "all-linear leaves out vi" in capsys.readouterr().err
+    written = open_checkpoint(tmp_path / "run" / "final").tensors
+    assert written and not any("vis" in name or "projector" in name for name in written)
+    published: Any = getattr(transformers, composite_config(model_type).architectures[0])
+    model = published.from_pretrained(source, dtype=torch.float32).eval()
+    ids = torch.arange(5, 25).view(1, -1)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "run" / "final")
+        after = adapted(input_ids=ids).logits
+        assert float((after - before).abs().max()) > 1e-2
+        with opened(config) as trial:
+            trial.engine.load(open_checkpoint(tmp_path / "run" / "checkpoints" / "step-000004"))
+            ours = trial.engine.model.eval()(input_ids=ids).logits
+    assert float((after - ours).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1", "mamba2"])
+def test_modules_that_peft_refuses_are_left_out_by_default(
+    model_type: str, corpus: Path, tmp_path: Path
+) -> None:
+    from portable.run.prepare import prepare
+    from portable.run.resolve import resolve
+    from tests.tiny_models import tiny_config
+
+    settings = {"adapter__type": "lora", "model__config": tiny_config(model_type), "data__packing": False}
+    config = configured(tmp_path, corpus, **settings)
+    run = prepare(resolve(config, "cpu"), create_backend("cpu"))
+    (note,) = (note for note in run.notes if "all-linear leaves out" in note)
+    assert "leaves out out_proj, which peft does not adapt in a model of type" in note
+    trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad]
+    assert trained and not any("out_proj" in name for name in trained)
+
+
+def test_adapter_in_the_tower_keeps_its_values_under_zero(
+    gemma3: Path, corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    named = {"strategy": "zero2", "train__micro_batch_size": 2, "checkpoint__every_steps": 2}
+    config = lora_run(
+        tmp_path, gemma3, corpus, **named, adapter__target_modules=["q_proj", "fc1"], train__learning_rate=0.1
+    )
+    assert engines.run("zero2", 2, launched, config) == 0
+    first, last = (open_checkpoint(tmp_path / "checkpoints" / f"step-00000{step}").tensors for step in (2, 4))
+    names = [name for name in first if "lora_A" in name]
+    tower = {name for name in names if "vision_tower" in name}
+    assert tower and tower != set(names)
+    for name in names:
+        assert (first[name].read().tobytes() == last[name].read().tobytes()) == (name in tower)
+
+
+# -- packing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "packing", "note"),
+    [
+        ("qwen3_5", False, "has layers of type linear_attention, which carry a state from one text to the"),
+        ("gemma3", "documents", None),
+    ],
+)
+def test_default_packing_of_conversations_fits_the_model(
+    model_type: str, packing: Any, note: str | None, conversations: Path, tmp_path: Path, corpus: Path
+) -> None:
+    from portable.run.prepare import prepare
+    from portable.run.resolve import resolve
+
+    source = write_composite(tmp_path / "source", model_type, corpus)
+    settings: dict[str, Any] = {"data__chat_template": "chatml", "data__seq_len": 64}
+    settings["data__added_tokens"] = ["<|im_start|>", "<|im_end|>"]
+    config = text_run(tmp_path / "run", source, conversations, **settings, data__cache_dir=str(tmp_path))
+    resolved = resolve(config, "cpu")
+    assert resolved.config.data.packing == packing
+    notes = [line for line in prepare(resolved, create_backend("cpu")).notes if "data.packing" in line]
+    assert len(notes) == (note is not None)
+    assert note is None or (note in notes[0] and "set data.packing: true" in notes[0])
+    with_true = text_run(tmp_path / "run", source, conversations, **settings, data__packing=True)
+    assert resolve(with_true, "cpu").config.data.packing is True

@@ -98,8 +98,27 @@ def _reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
         for tensor in tensors:
             if tensor.requires_grad:
                 total = total + tensor.float().sum()
-        terms.added(total, output, share=1.0).backward()  # type: ignore[no-untyped-call, unused-ignore]
+        loss = terms.added(total, output, share=1.0)
+    try:
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+    except NotImplementedError:  # of indexing with a mask, whose gradients have no shape on the meta device
+        leaves = _leaves(loss)
+        return {name for name, parameter in trial.named_parameters() if id(parameter) in leaves}
     return {name for name, parameter in trial.named_parameters() if parameter.grad is not None}
+
+
+def _leaves(loss: Tensor) -> set[int]:
+    """Return the ids of the leaf tensors in the autograd graph of ``loss``."""
+    nodes, seen, leaves = [loss.grad_fn], set(), set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def _use_traceable_kernels(trial: Any) -> None:
@@ -146,16 +165,16 @@ def _in_full_model(model: nn.Module, names: set[str]) -> set[str]:
     return found
 
 
-def name_parts(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+def name_parts(model: PreTrainedModel, names: Collection[str], *, full: bool = False) -> list[str]:
     """Describe parameters by the outermost modules that contain no others.
 
     Args:
         model: The model that has the parameters.
         names: First names of its parameters.
+        full: Whether to keep the prefix of the base model.
 
     Returns:
-        The names of the modules or parameters, without the base model's prefix; repeated layers appear once,
-        with ``*`` for the layer number.
+        The names of the modules or parameters. Repeated layers appear once, with ``*`` for the layer number.
     """
     others = {name for name, _ in model.named_parameters()} - set(names)
     parts: dict[str, None] = {}
@@ -163,6 +182,6 @@ def name_parts(model: PreTrainedModel, names: Collection[str]) -> list[str]:
         pieces = name.split(".")
         heads = (".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1))
         head = next(h for h in heads if h == name or not any(o.startswith(f"{h}.") for o in others))
-        head = head.removeprefix(f"{model.base_model_prefix}.")
+        head = head if full else head.removeprefix(f"{model.base_model_prefix}.")
         parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", head)] = None
     return list(parts)
