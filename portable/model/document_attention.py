@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from portable.config.derived import derived
 from portable.data.samples.base import PART_POSITIONS
 from portable.errors import UserError
 from portable.model.layers import trial_forward
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.backend import Batch
+    from portable.config import RunConfig
 
 
 _COMPARED = """
@@ -68,7 +70,22 @@ READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", 
 
 _MASKED = ("sdpa", "eager", "flex_attention")
 """The kernels that take the masks made here. Others must take lengths, as flash attention does."""
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYERS_THAT_KEEP_DOCUMENTS_APART = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe"}
+)
+"""Layer types of transformers that only mix tokens by attention under a mask, or mix no tokens."""
+LAYERS_WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layer types of transformers that carry a state along a sequence."""
+OTHER_LAYERS = frozenset(
+    {
+        "window_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "minimax_m3_sparse",
+        "reference_sliding_attention",
+    }
+)
+"""Layer types of transformers that no test has compared yet."""
 
 
 def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
@@ -83,18 +100,60 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
         _masks_of(kernel) is not _masks_of("flash_attention_2") or "flash" not in kernel
     ):
         raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    others = [kind for kind in kinds if kind not in _LAYER_TYPES]
-    if others:
-        why = f"has layers of type {others[0]}, which pass on a state from one text to the next"
-    elif config.model_type not in KEEP_DOCUMENTS_APART:
-        why = "was not found to keep packed texts apart"
-    elif not _is_causal(model):
+    why = find_mixing(config)
+    if why is None and not _is_causal(model):
         why = "attends in both directions; set is_decoder: true in its config"
-    else:
+    if why is None:
         return
     remedy = "set data.packing to true or false" if key == "data.packing" else "set it to 1"
     raise UserError(f"{key}: {type(model).__name__} {why}; {remedy}")
+
+
+def find_mixing(config: PretrainedConfig) -> str | None:
+    """Return why the documents of a packed sample might see each other, as a verb phrase.
+
+    Returns None if a model of this config is known to keep documents apart.
+    """
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    others = [layer for layer in layers if layer not in LAYERS_THAT_KEEP_DOCUMENTS_APART]
+    if stateful := next((layer for layer in others if layer in LAYERS_WITH_STATE), None):
+        return f"has layers of type {stateful}, which carry a state from one text to the next"
+    if others:
+        return f"has layers of type {others[0]}, which were not found to keep packed texts apart"
+    if config.model_type not in KEEP_DOCUMENTS_APART:
+        return "was not found to keep packed texts apart"
+    return None
+
+
+def choose_packing(config: RunConfig) -> RunConfig:
+    """Return ``config`` with the default of ``data.packing`` that fits the model.
+
+    The default for conversations is ``documents``. It becomes false for a model that might let the documents
+    of a packed sample see each other. A value that the user set stays.
+    """
+    if config.data.packing != "documents" or config.is_set("data.packing"):
+        return config
+    from portable.model.build import model_config
+
+    try:
+        reason = find_mixing(model_config(config.model))
+    except UserError:  # reported where the model is built
+        return config
+    return config if reason is None else config.replaced({"data.packing": False})
+
+
+def packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
+    """Return a note if :func:`choose_packing` has changed the default of ``data.packing``."""
+    usual = derived(config).get("data.packing")  # of what the user has not set
+    if config.data.packing is not False or usual != "documents":
+        return []
+    reason = find_mixing(model.config)
+    if reason is None:
+        return []
+    return [
+        f"data.packing is false, because {type(model).__name__} {reason}; set data.packing: true to pack "
+        "texts that may see each other"
+    ]
 
 
 def _masks_of(kernel: str) -> Any:

@@ -16,6 +16,7 @@ from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import human_count
 from portable.model import build as models
+from portable.model.document_attention import packing_notes
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
@@ -191,6 +192,9 @@ def notes_on(
             "note: the base model has random weights, which follow from the seed and are not saved; for an "
             "adapter to use elsewhere, set model.name_or_path"
         )
+    if assembled.adapter is not None:
+        lines += [f"note: {note}" for note in assembled.adapter.notes]
+    lines += [f"note: {note}" for note in packing_notes(resolved.config, assembled.model)]
     if resolved.config.train.freezes:
         lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
