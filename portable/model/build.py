@@ -20,6 +20,7 @@ from portable import plugins
 from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
+from portable.model.on_meta import large_tensors_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.paths import check_folder
@@ -60,7 +61,11 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
         raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
     _check_keys(known, given)
     try:
-        return AutoConfig.for_model(model_type, **given)
+        config = AutoConfig.for_model(model_type, **given)
+        _check_rope(config, given)
+        return config
+    except UserError:
+        raise
     except ZeroDivisionError as error:
         zeros = (key for key, value in given.items() if value == 0)
         zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
@@ -85,10 +90,7 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    config = _changed(config, settings)
-    if adds_router_loss(config, settings):
-        config.get_text_config().output_router_logits = True
-    return config
+    return _changed(config, settings)
 
 
 def model_config(settings: ModelConfig) -> PretrainedConfig:
@@ -137,11 +139,18 @@ def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfi
         return config
     _check_keys(config, settings.config)
     values = config.to_dict()
-    for key, value in settings.config.items():
+    changes = dict(settings.config)
+    if isinstance(rope := values.get("rope_parameters"), dict) and not _nested(rope):
+        moved = {key: changes.pop(key) for key in _ROPE_KEYS if key in changes}
+        changes |= {"rope_parameters": {**moved, **changes.get("rope_parameters", {})}} if moved else {}
+    for key, value in changes.items():
         inside = values.get(key)
         values[key] = {**inside, **value} if isinstance(inside, dict) and isinstance(value, dict) else value
     try:
         found = type(config).from_dict(values)
+        _check_rope(found, settings.config)
+    except UserError:
+        raise
     except Exception as error:  # whatever the checks of its class raise
         raise UserError(f"model.config: {one_line(error)}") from error
     if not settings.from_scratch:
@@ -173,10 +182,31 @@ def _divides(key: str, model_type: str, given: Mapping[str, Any]) -> bool:
 _PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task_specific_params"}
 
 
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Keys of published config.json files that transformers 5 keeps inside ``rope_parameters``."""
+
+
+def _nested(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rope parameters of each layer type; empty if all layers share them."""
+    return [value for value in rope.values() if isinstance(value, dict)]
+
+
+def _check_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    """Raise UserError for a rope setting that has no effect, because each layer type has its own value."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for key in _ROPE_KEYS:
+        if key in given and rope and not any(one.get(key) == given[key] for one in (rope, *_nested(rope))):
+            raise UserError(
+                f"model.config.{key}: has no effect on {type(config).__name__}; set it in "
+                "model.config.rope_parameters"
+            )
+
+
 def _check_keys(known: PretrainedConfig, given: Mapping[str, Any]) -> None:
     for key in given:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
-        taken = _has_setting(known, key) or _is_ignored(key, given[key]) or _is_generation_setting(key)
+        taken = _has_setting(known, key) or (key in _ROPE_KEYS and hasattr(known, "rope_parameters"))
+        taken = taken or _is_ignored(key, given[key]) or _is_generation_setting(key)
         if not (taken or _is_read(known, key)):
             near = _nearest(key, known.to_dict())
             raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
@@ -376,11 +406,13 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     built_class = _find_class(config, settings)
     saved, config = config, copy.deepcopy(config)
     text = config.get_text_config()
+    if settings.name_or_path is not None and adds_router_loss(config, settings):
+        text.output_router_logits = True  # not in the config that is saved
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
     given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
     if not given and isinstance(vocabulary, int) and isinstance(padding, int) and padding >= vocabulary:
         text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), large_tensors_on_meta():
         if hasattr(built_class, "from_config"):  # an Auto class
             model: PreTrainedModel = built_class.from_config(
                 config,
@@ -396,7 +428,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             model = changed(model, settings.function, saved)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:  # created as a parameter, so it has no value
+            if buffer.is_meta:  # created as a parameter, so its values are undefined
                 setattr(module, name, torch.zeros_like(buffer, device="cpu"))
     return model
 
