@@ -13,6 +13,23 @@ _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+
+
+def _sections(*sizes: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}}
+
+
+_TEXT: dict[str, dict[str, Any]] = {
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR,
+    "qwen2_vl": _sections(1, 1, 2),
+    "qwen2_5_vl": _sections(1, 1, 2),
+    "qwen2_5_omni_thinker": _sections(1, 1, 2),
+    "glm46v": _sections(1, 1, 2),
+    "glm4v": _sections(1, 1, 2),
+    "glm4v_moe": _sections(0, 1, 1),
+}
+"""Changes to the text config of :func:`tiny_config`."""
 _VISION: dict[str, dict[str, Any]] = {
     "gemma3": {"image_size": 16, "patch_size": 4},
     "qwen3_5": {"depth": 1, "num_position_embeddings": 16, "patch_size": 4},
@@ -37,8 +54,8 @@ def composite_config(model_type: str, *, named: bool = True, **changes: Any) -> 
     settings.pop("model_type")
     if model_type in _VISION:
         settings["vision_config"] = {**settings.get("vision_config", {}), **_VISION[model_type]}
-    if model_type.startswith("qwen3_5"):
-        settings["text_config"] = {**settings["text_config"], **_LINEAR}
+    if model_type in _TEXT:
+        settings["text_config"] = {**settings["text_config"], **_TEXT[model_type]}
     config = AutoConfig.for_model(model_type, **settings)
     for part in (config, config.get_text_config()):
         part.bos_token_id, part.eos_token_id, part.pad_token_id = 1, 2, 0
