@@ -11,6 +11,7 @@ import torch
 
 from converters import open_checkpoint
 from portable.config import RunConfig
+from portable.engines.fsdp.units import units
 from portable.errors import UserError
 from portable.model.build import build_model, model_config, training_model
 from portable.model.freezing import frozen_names
@@ -152,6 +153,16 @@ def test_trainable_overrides_and_exempts_from_weight_decay(tmp_path: Path) -> No
     groups = groups_of(model, config.train)
     assert {groups[name].weight_decay for name in tower} == {0.0}
     assert {groups[name].weight_decay for name in trained - tower} == {0.0, config.train.weight_decay}
+
+
+def test_tower_layers_stay_sharded_as_units_of_fsdp(tmp_path: Path) -> None:
+    composite_config("gemma3").save_pretrained(tmp_path)
+    config = settings_of(tmp_path).replaced({"strategy": "full_shard"})
+    model = model_of(config)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [names[id(module)] for module in units(model, config)]
+    assert sum("vision_tower" in name for name in found) == 2
+    assert sum("language_model" in name for name in found) == 2
 
 
 PARITY = {

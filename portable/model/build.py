@@ -367,6 +367,20 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     return composite
 
 
+def find_pretrained_class(name: str) -> Any:
+    """Find the class with which a run would train the causal language model ``name``.
+
+    Args:
+        name: A local folder or a model on the hub.
+    """
+    from transformers import AutoConfig
+
+    from portable.config.sections import ModelConfig
+
+    settings = ModelConfig(name_or_path=name, config=None)
+    return _find_class(AutoConfig.from_pretrained(name), settings)
+
+
 def _composite_class(config: PretrainedConfig) -> Any:
     """Return the class of a model that takes text and other inputs, or None if ``config`` has none."""
     import transformers

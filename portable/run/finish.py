@@ -11,10 +11,9 @@ from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
 from portable.errors import one_line
-from portable.formatting import human_count, short_count, table
+from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words, shape_hints
-from portable.model.reach import name_parts, unreached_names
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.reporting.card import CARD, model_card, usage
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from portable.run.uploads import Uploads
 
 PROMPT_TOKENS = 32
-PARTS_SHOWN = 4
 
 
 def headline(prepared: Prepared, restored: Restored) -> str:
@@ -49,7 +47,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     auto = " (auto)" if prepared.resolved.config.train.micro_batch_size == "auto" else ""
     rows = [
         ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
-        *_frozen_row(prepared),
+        *([("frozen", prepared.frozen)] if prepared.frozen else []),
         ("data", prepared.data.description),
         (
             "ranks",
@@ -74,19 +72,6 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
     return "\n".join([start, table(rows, columns(sys.stderr)), *begun, *hints])
-
-
-def _frozen_row(prepared: Prepared) -> list[tuple[str, str]]:
-    """Build the headline's row on parameters that the loss does not reach; empty if there are none."""
-    model, unreached = prepared.model, unreached_names(prepared.model)
-    frozen = {name: p for name, p in model.named_parameters() if name in unreached and not p.requires_grad}
-    if prepared.adapter is not None or not frozen:
-        return []
-    parts = name_parts(model, frozen)
-    more = f" and {len(parts) - PARTS_SHOWN} more" if len(parts) > PARTS_SHOWN else ""
-    counts = [short_count(count) for count in (sum(p.numel() for p in frozen.values()), prepared.parameters)]
-    reason = f"{counts[0]} of {counts[1]} parameters are not reached by text"
-    return [("frozen", f"{', '.join(parts[:PARTS_SHOWN])}{more} ({reason})")]
 
 
 def _moved(prepared: Prepared, restored: Restored) -> str | None:
