@@ -34,6 +34,7 @@ from portable.model.initialize import InitialWeights
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import files_of
 from portable.model.quantized import KINDS, QuantizedLinear, quantize, quantized_tensor
+from portable.model.reach import mark_unreached, name_parts, unreached_names
 from portable.model.tensors import to_torch
 from portable.paths import write_durably
 from portable.private import of_transformers
@@ -63,6 +64,7 @@ class Adapter:
         config: peft's.
         blueprint: the base model as it was before, on the meta device.
         rows: of the embedding, if tokens were added to the base's; otherwise None.
+        notes: what ``all-linear`` leaves out, one line each.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Adapter:
     ) -> None:
         self.config = config
         self.blueprint = blueprint
+        self.notes: list[str] = []
         self.rows = int(model.config.get_text_config().vocab_size) if grown else None
         self._run = run
         self._names = names
@@ -332,6 +335,7 @@ def adapt(
     heads = _heads(model) if config.model.task == "sequence-classification" else []
     settings = peft_config(config, of_transformers.revision(model_config), heads)
     matcher = Matcher()
+    left_out = _leave_out(model, settings, config)
     _check_targets(model, settings, config, matcher)
     _check_ties(model, settings, matcher)
     tied = any(tied_names(model).values())
@@ -346,7 +350,9 @@ def adapt(
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
     _prepare_tokens(model, tied, grown_from)
     names = _base_names(model, before)
+    _mark_unreached(model, names)
     adapter = Adapter(config, settings, blueprint, model, names, grown=grown_from is not None)
+    adapter.notes = left_out
     _freeze(model, names, _base_dtype(config))
     if config.adapter.base in KINDS:
         adapter.quantize(model)
@@ -399,6 +405,69 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return found if model.base_model_prefix in dict(model.named_children()) else []
 
 
+def _leave_out(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
+    """Exclude from ``all-linear`` the modules that text does not reach and those that peft refuses.
+
+    Sets ``exclude_modules`` of ``settings``, unless the settings come from a file of peft's format.
+
+    Returns:
+        Notes for the user on what is left out.
+    """
+    from portable.private.of_peft import refuses_module
+
+    filed = config.adapter.name_or_path is not None or config.adapter.config is not None
+    targets = settings.target_modules
+    if filed or not isinstance(targets, str) or targets.lower() != "all-linear":
+        return []
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    unreached = unreached_names(model)
+    tower = [f"{name}.weight" for name in linear if f"{name}.weight" in unreached]
+    refused = sorted({last for last in _last(linear) if refuses_module(settings, model, last)})
+    patterns, notes = [], []
+    if tower:
+        parts = [part for part in name_parts(model, unreached, full=True) if _covers(part, tower)]
+        patterns += [_as_pattern(part) + r"(\..*)?" for part in parts]
+        shown = ", ".join(part.removeprefix(f"{model.base_model_prefix}.") for part in parts)
+        notes.append(
+            f"adapter.target_modules: all-linear leaves out {shown}, which text does not reach; name modules "
+            "in a list to adapt them"
+        )
+    if refused:
+        patterns += [rf"(.*\.)?{re.escape(name)}" for name in refused]
+        notes.append(
+            f"adapter.target_modules: all-linear leaves out {', '.join(refused)}, which peft does not adapt "
+            f"in a model of type {model.config.model_type}"
+        )
+    if patterns:
+        settings.exclude_modules = "|".join(patterns)
+    return notes
+
+
+def _as_pattern(part: str) -> str:
+    """Return a regular expression for a name of :func:`portable.model.reach.name_parts`."""
+    return re.escape(part).replace(r"\*", r"\d+")
+
+
+def _covers(part: str, names: list[str]) -> bool:
+    pattern = re.compile(_as_pattern(part) + r"(\..*)?")
+    return any(pattern.fullmatch(name) for name in names)
+
+
+def _mark_unreached(model: PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Record the parameters of adapters in modules that text does not reach, next to those of the base.
+
+    Args:
+        names: Base names of the model's tensors.
+    """
+    before = unreached_names(model)
+    unreached = {name for name, base in names.items() if base in before}
+    around = {name.partition(".base_layer.")[0] for name in unreached if ".base_layer." in name}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and any(name.startswith(f"{prefix}.") for prefix in around):
+            unreached.add(name)
+    mark_unreached(model, frozenset(unreached))
+
+
 def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, matcher: Matcher) -> None:
     """Check the names in ``settings``, and write out what peft would take another way or not at all.
 
@@ -413,7 +482,11 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
     targets = settings.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
         if layers is not None:  # peft takes their numbers only beside names
-            settings.target_modules = {name for name in linear if _layer_of(name) in layers}
+            excluded = re.compile(settings.exclude_modules or "$^")
+            settings.target_modules = {
+                name for name in linear if _layer_of(name) in layers and not excluded.fullmatch(name)
+            }
+            settings.exclude_modules = None
             require(
                 bool(settings.target_modules),
                 f"adapter.layers: the model has no linear layers in {list(layers)}; give numbers from 0",

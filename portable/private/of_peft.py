@@ -47,6 +47,16 @@ def is_magnitude(module: nn.Module) -> bool:
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 
+@_peft.needed_for("adapter")
+def refuses_module(settings: Any, model: nn.Module, name: str) -> bool:
+    """Return whether peft refuses to adapt the modules called ``name``, as in Mamba layers."""
+    try:
+        peft.tuners.tuners_utils._check_lora_target_modules_mamba(settings, model, name)
+    except ValueError:
+        return True
+    return False
+
+
 @contextmanager
 @_peft.needed_for("a reference model without the adapter")
 def switched_off(model: nn.Module) -> Iterator[None]:

@@ -153,6 +153,18 @@ def model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     return auto_class._model_mapping[type(config)]
 
 
+def find_class(auto_class: Any, config: PretrainedConfig) -> Any:
+    """Return the class that an Auto class builds for ``config``, or None if it has none."""
+    try:
+        found = model_class(auto_class, config)
+    except KeyError:
+        return None
+    if isinstance(found, list | tuple):  # several classes, of which the config may name one
+        named = getattr(config, "architectures", None) or ()
+        return next((one for one in found if one.__name__ in named), found[0])
+    return found
+
+
 @_transformers.needed_for("model.config.model_type")
 def model_types() -> list[str]:
     """The names of all model types."""

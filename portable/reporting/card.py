@@ -70,6 +70,8 @@ def model_card(
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
     base = Path(name).name if name is not None and local else name
     loader, pipeline = AUTO[config.model.task]
+    if config.model.task == "causal-lm" and architecture.endswith("ForConditionalGeneration"):
+        loader = architecture  # AutoModelForCausalLM has another class, or none, for this type
     kind = None if adapter is None else str(config.adapter.type)
     alone, rows = is_adapter(config), None if adapter is None else adapter.rows
     on_hub = None if local or config.model.from_scratch else name

@@ -47,6 +47,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     auto = " (auto)" if prepared.resolved.config.train.micro_batch_size == "auto" else ""
     rows = [
         ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
+        *([("frozen", prepared.frozen)] if prepared.frozen else []),
         ("data", prepared.data.description),
         (
             "ranks",

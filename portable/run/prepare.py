@@ -14,11 +14,13 @@ from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
-from portable.formatting import human_count
+from portable.formatting import human_count, short_count
 from portable.model import build as models
+from portable.model.document_attention import packing_notes
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
+from portable.model.reach import name_parts, unreached_names
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
@@ -28,7 +30,7 @@ from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.adapters.assemble import Assembled
     from portable.backend import Backend
@@ -88,6 +90,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         architecture=type(model).__name__,
         parameters=parameter_count(model),
         trained=trained_count(model),
+        frozen="" if adapter is not None else describe_frozen(model),
         flops_per_token=flops_per_token(model, model_config, data.train.context or config.data.seq_len),
         plan=batch_plan(config, backend),
         steps=length,
@@ -98,6 +101,26 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         reference=reference,
         notes=tuple(notes),
     )
+
+
+_PARTS_SHOWN = 4
+
+
+def describe_frozen(model: PreTrainedModel) -> str:
+    """Describe the frozen parameters that the loss does not reach, for the headline; empty if there are none.
+
+    Args:
+        model: on the meta device, where parameters have their full sizes.
+    """
+    unreached = unreached_names(model)
+    frozen = {name: p for name, p in model.named_parameters() if name in unreached and not p.requires_grad}
+    if not frozen:
+        return ""
+    parts = name_parts(model, frozen)
+    more = f" and {len(parts) - _PARTS_SHOWN} more" if len(parts) > _PARTS_SHOWN else ""
+    count = short_count(sum(p.numel() for p in frozen.values()))
+    share = f"{count} of {short_count(parameter_count(model))} parameters are not reached by text"
+    return f"{', '.join(parts[:_PARTS_SHOWN])}{more} ({share})"
 
 
 def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
@@ -191,6 +214,9 @@ def notes_on(
             "note: the base model has random weights, which follow from the seed and are not saved; for an "
             "adapter to use elsewhere, set model.name_or_path"
         )
+    if assembled.adapter is not None:
+        lines += [f"note: {note}" for note in assembled.adapter.notes]
+    lines += [f"note: {note}" for note in packing_notes(resolved.config, assembled.model)]
     if resolved.config.train.freezes:
         lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))

@@ -12,6 +12,7 @@ from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
+from portable.model.reach import unreached_names
 from portable.paths import place_of, storage_errors
 from portable.ranks.collectives import agree
 from portable.run.save import ADAPTER, REFERENCE
@@ -109,7 +110,7 @@ def _begin(
 
 def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
     """The engine of the run, in which frozen parameters have room for exactly the values in ``tensors``."""
-    if prepared.config.train.freezes:
+    if prepared.config.train.freezes or (prepared.adapter is None and unreached_names(prepared.model)):
         keep_as_stored(prepared.model, tensors, prepared.config.precision)
     return prepared.backend.prepare(prepared.model, prepared.config)
 

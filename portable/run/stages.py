@@ -57,6 +57,7 @@ class Prepared:
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
         trained: how many of them are trained.
+        frozen: the parts that text does not reach, in words; empty if there are none.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.
@@ -79,6 +80,7 @@ class Prepared:
     architecture: str
     parameters: int
     trained: int
+    frozen: str
     flops_per_token: float
     plan: BatchPlan
     steps: int
