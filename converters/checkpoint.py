@@ -80,6 +80,7 @@ class Checkpoint:
         config: settings that a written `config.json` gets in place of the companion's own; None for one that
             it loses.
         documents: small files that are written beside the tensors: name -> content.
+        names: Whether the tensors have the names that were `stored`, `published` names, or `live` ones.
 
     `optimizer` may be a function of `aliases`, called at the first use, so that the model is readable where
     the optimizer is not; `counters` is called likewise. These callables must not reference the `Checkpoint`:
@@ -112,6 +113,7 @@ class Checkpoint:
         self.config: Mapping[str, Any] = dict(config or {})
         self.documents: Mapping[str, bytes] = dict(documents or {})
         self._ties = ties
+        self.names = "stored"
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -162,6 +164,16 @@ class Checkpoint:
             config={**self.config, **config},
             companions=companions,
         )
+
+    def with_names(
+        self,
+        names: str,
+        tensors: Mapping[str, Tensor],
+        aliases: Aliases,
+        optimizer: Callable[[Aliases], OptimizerState | None],
+    ) -> Checkpoint:
+        """The same model under other names, see `converters.naming`."""
+        return self._with(names=names, _stored=tensors, _known_aliases=aliases, _optimizer=optimizer)
 
     def with_state_as_weights(self, what: str) -> Checkpoint:
         """The same model with a state of the optimizer, such as an average of the weights, in their place.

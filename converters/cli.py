@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
 from converters.errors import CheckpointError, blame, printable
-from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, WRITERS
+from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, PUBLISHED, WRITERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -134,6 +134,13 @@ def parser_of() -> argparse.ArgumentParser:
         "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
     )
     parser.add_argument("--to", choices=list(WRITERS), default="safetensors", help="format to write")
+    parser.add_argument(
+        "--names",
+        choices=NAMES,
+        help="names and shapes of the tensors: those of published files (published, the default for "
+        "safetensors, torch and gguf), or those that transformers uses in memory (live). By default, the "
+        "other formats keep the names in SRC",
+    )
     parser.add_argument(
         "--merge-into",
         metavar="BASE",
@@ -287,6 +294,12 @@ def _asked(
     if given is not None and adapter is None:
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
         check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
+    if adapter is None:
+        checkpoint = _named(checkpoint, given, options)
+    elif options.names is not None:
+        raise CheckpointError(
+            f"--names: {checkpoint.root} holds an adapter, which keeps its names; leave it out"
+        )
     quantizes = options.quantize is not None or options.quantize_like is not None
     if quantizes:
         checkpoint = _codes(checkpoint, adapter, options)
@@ -362,6 +375,21 @@ def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping
     if given is None and path is None and adapter.config.base is not None:
         given = companions_from(adapter.config.base)
     return read_small_table(path if given is None else given.get("config.json"))
+
+
+def _named(
+    checkpoint: Checkpoint, given: Mapping[str, Place] | None, options: argparse.Namespace
+) -> Checkpoint:
+    """Return the checkpoint under the names that `--names` asks for."""
+    from converters.naming import name_rules, published_files, with_live_names, with_published_names
+
+    names = options.names or ("published" if options.to in PUBLISHED else None)
+    if names is None:
+        return checkpoint
+    base = None if given is None else published_files(given["config.json"])
+    with blame("--names"):
+        rules = name_rules(checkpoint, base)
+    return with_live_names(checkpoint, rules) if names == "live" else with_published_names(checkpoint, rules)
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

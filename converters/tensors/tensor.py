@@ -178,7 +178,7 @@ class Tensor:
         """Fill `out` with the region that starts at `lows`; the caller must verify the spans in `touched`."""
         if out.size == 0:
             return
-        for box in self._overlapping(lows, out.shape):
+        for box in self.overlapping(lows, out.shape):
             target, start = [], []
             for low, size, offset, length in zip(lows, out.shape, box.offsets, box.sizes, strict=True):
                 first, last = max(low, offset), min(low + size, offset + length)
@@ -294,7 +294,7 @@ class Tensor:
             sizes.append(max(0, stop - start))
         return tuple(lows), tuple(sizes)
 
-    def _overlapping(self, lows: Shape, sizes: Shape) -> Sequence[Box]:
+    def overlapping(self, lows: Shape, sizes: Shape) -> Sequence[Box]:
         """The boxes that may meet the region, judged along dim 0."""
         boxes = self.boxes
         if not lows or len(boxes) <= 1:
