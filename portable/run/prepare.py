@@ -19,6 +19,7 @@ from portable.model import build as models
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
+from portable.model.published import PublishedNames
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
@@ -84,6 +85,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         data=data,
         model=model,
         adapter=adapter,
+        names=PublishedNames(config.model, model),
         grown_from=assembled.grown_from,
         architecture=type(model).__name__,
         parameters=parameter_count(model),

@@ -1,0 +1,143 @@
+"""The names of a run's model in published files, and what the run does not train of its base.
+
+transformers renames and rearranges many tensors while it loads a checkpoint. What a run exports has the
+names and shapes of the checkpoint that it started from, or the default ones of its model type. A checkpoint
+of a run records the rules, so that it can be exported or converted without the base.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converters.names.name_rules import NameRules, parse_rule, rules_to_record, used_rules
+from converters.names.published import to_files, unclaimed
+from converters.naming import RECORD, recorded_rules, with_published_names
+from converters.storage.safe_open import read_small_table
+from portable.errors import UserError
+from portable.model.pretrained import files_of
+from portable.private import of_transformers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from converters import Checkpoint, Tensor
+    from portable.config.sections import ModelConfig
+
+_BLOCK = 1 << 20
+
+
+class PublishedNames:
+    """The published names of the model of a run.
+
+    Args:
+        settings: The settings of the model.
+        model: The model on the meta device, before an adapter or an engine changes it.
+    """
+
+    def __init__(self, settings: ModelConfig, model: PreTrainedModel) -> None:
+        self._settings = settings
+        self._architecture = type(model).__name__
+        config = json.loads(json.dumps(model.config.to_dict(), default=str))
+        rules = tuple(parse_rule(value) for value in of_transformers.name_rules(model))
+        self._default = NameRules(rules, model.base_model_prefix, config)
+        self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+
+    @cached_property
+    def base(self) -> Checkpoint | None:
+        """The checkpoint that the run started from, with floats; None if there is none or it is not here."""
+        if self._settings.from_scratch:
+            return None
+        try:
+            return files_of(self._settings, "float32")
+        except UserError:
+            return None
+
+    @cached_property
+    def rules(self) -> NameRules:
+        """The rules for the names in the base's files, or the default ones of the model."""
+        return self._default if self.base is None else used_rules(self._default, self.base.tensors)
+
+    @cached_property
+    def not_loaded(self) -> list[str]:
+        """The tensors of the base that the model does not have, such as layers for several tokens at once."""
+        if self.base is None or not self._same_class:
+            return []
+        return unclaimed(self.base.tensors, self.rules, self._live)
+
+    @property
+    def _same_class(self) -> bool:
+        """Whether the base is a model of the same class, so that its other tensors belong to the export."""
+        assert self.base is not None
+        named = read_small_table(self.base.companions.get("config.json")).get("architectures")
+        return isinstance(named, list) and named[:1] == [self._architecture]
+
+    def write(self, folder: Path) -> None:
+        """Write the record of a checkpoint, from which it can be exported without the base."""
+        if self.base is None and not self._settings.from_scratch:
+            return
+        record = rules_to_record(self.rules)
+        if not self._settings.from_scratch:
+            record["not_loaded"] = shortened(self.not_loaded)
+        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+    def publish(self, checkpoint: Checkpoint) -> tuple[Checkpoint, set[str]]:
+        """Return the model of a checkpoint of this run as it is exported, and what is as in the base.
+
+        Tensors that transformers does not load, and frozen tensors, come from the base.
+        """
+        if self.base is None:
+            found = None if self._settings.from_scratch else recorded_rules(checkpoint)
+            return with_published_names(checkpoint, self._default if found is None else found[0]), set()
+        written = with_published_names(checkpoint, self.rules)
+        held = self.base.tensors
+        frozen = [name for name in written.tensors if name in self._frozen_files and name in held]
+        untouched = {name for name in frozen if _same_values(written.tensors[name], held[name])}
+        untouched |= set(self.not_loaded) - written.tensors.keys()
+        tensors = {**written.tensors, **{name: held[name] for name in held if name in untouched}}
+        return written.with_tensors(tensors, {}, written.companions), untouched
+
+    def lost(self, checkpoint: Checkpoint) -> list[str]:
+        """Return the tensors of the base that an export lacks, because the base is not here."""
+        if self.base is not None or self._settings.from_scratch:
+            return []
+        found = recorded_rules(checkpoint)
+        return [] if found is None else found[1]
+
+    @cached_property
+    def _frozen_files(self) -> set[str]:
+        """The published tensors that consist of frozen parameters only."""
+        files = to_files(self._live, self.rules)
+        return {name for name, values in files.items() if self._frozen.issuperset(values.sources())}
+
+
+def shortened(names: Iterable[str]) -> list[str]:
+    """Replace numbers in the names by `*`, and merge equal names with their count."""
+    counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
+    return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
+
+
+def _same_values(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether a tensor of a checkpoint has the values of the base's, whatever the dtypes."""
+    if ours.shape != theirs.shape:
+        return False
+    try:
+        step = max(1, _BLOCK // max(1, prod(ours.shape[1:])))
+        for low in range(0, ours.shape[0] if ours.shape else 1, step):
+            index = (slice(low, low + step),) if ours.shape else None
+            one, other = (tensor.read(index).astype(np.float64) for tensor in (ours, theirs))
+            if not np.array_equal(one, other, equal_nan=True):
+                return False
+    except TypeError:  # no numbers
+        return False
+    return True
