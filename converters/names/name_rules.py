@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _TABLE = Path(__file__).with_name("published_names.json")
 RENAME, CONVERT, PREFIX, GROUP, SHIFT, PAIRS = "rename", "convert", "prefix", "group", "shift", "pairs"
@@ -207,15 +207,24 @@ def rules_of(config: Mapping[str, Any], architecture: str | None = None) -> Name
     return NameRules(tuple(rules), base, config)
 
 
-def other_classes(config: Mapping[str, Any]) -> list[str]:
-    """Return the classes of the same model type, those that generate text first."""
-    model_type = config.get("model_type")
-    about = _table().types.get(model_type) if isinstance(model_type, str) else None
-    names = list(about["classes"]) if about is not None else []
-    text = about.get("text") if about is not None else None
-    if text is not None:
-        names += _table().types.get(text, {"classes": []})["classes"]
-    return sorted(names, key=lambda name: not name.endswith(("ForCausalLM", "ForConditionalGeneration")))
+def possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
+    """Yield the rules of each class by which transformers may open a model, without repetition.
+
+    The class that the config names comes first. Then follow the other classes of its model type, and those of
+    the text model inside it.
+    """
+    table = _table()
+    seen: set[tuple[Rule, ...]] = set()
+    text = config.get("text_config")
+    for one in (config, text if isinstance(text, dict) else {}):
+        model_type = one.get("model_type")
+        about = table.types.get(model_type) if isinstance(model_type, str) else None
+        names = [] if about is None else about["classes"]
+        for architecture in (*([None] if one is config else []), *names):
+            rules = rules_of(one, architecture)
+            if rules is not None and rules.rules not in seen:
+                seen.add(rules.rules)
+                yield rules
 
 
 def legacy_rules() -> tuple[Rule, ...]:

@@ -93,6 +93,7 @@ def to_memory(
     shapes: Mapping[str, Shape],
     rules: NameRules,
     live: Mapping[str, Shape] | None = None,
+    refused: dict[str, str] | None = None,
 ) -> dict[str, Arrangement]:
     """Arrange the tensors of published files as in memory.
 
@@ -100,9 +101,10 @@ def to_memory(
         shapes: Shape of each tensor, by its published name.
         rules: The rules of the model.
         live: Shapes of the model's tensors in memory, if known. They decide about the base model's prefix.
+        refused: Receives the tensors that cannot be rearranged, with the reason.
 
     Raises:
-        CheckpointError: A tensor cannot be rearranged.
+        CheckpointError: A tensor cannot be rearranged, and `refused` is None.
     """
     everything = with_legacy(rules) if not rules.recorded else rules
     renaming = Renaming(everything.rules, write=False)
@@ -120,11 +122,16 @@ def to_memory(
         return None if live is None else live.get(name)
 
     for key, group in groups.items():
-        if group.converter is None:
-            found[key] = group.only()
-            continue
-        direction = renaming.direction(group.converter[0])
-        found |= group.convert(_Call(direction, key, rules.config, shape_of))
+        try:
+            if group.converter is None:
+                found[key] = group.only()
+                continue
+            direction = renaming.direction(group.converter[0])
+            found |= group.convert(_Call(direction, key, rules.config, shape_of))
+        except CheckpointError as error:
+            if refused is None:
+                raise
+            refused[key] = str(error)
     return found
 
 
