@@ -63,14 +63,7 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
     on = BaseChanges(adapter, base, dtype)
     digest = adapter.digest
     _check_base(on, digest)
-    if on.config.type == "IA3":
-        for module in adapter.modules:
-            _ia3(on, module)
-    else:
-        _train_tokens(on)  # first: LoRA's layer has the one with the tokens inside it
-        _LoraChanges(on).apply()
-    for (module_name, leaf), tensor in adapter.replaced.items():
-        _replace(on, module_name, leaf, tensor)
+    _apply(on)
     untied = on.untied()
     tensors: dict[str, Tensor] = {}
     for name, tensor in base.tensors.items():
@@ -83,10 +76,32 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
         aliases={} if untied else {a: owner for a, owner in on.ties.items() if a != OTHER_HEAD},
         metadata=base.metadata,
         companions=_companions(adapter, base),
-        config=on.config_changes,
+        config={**base.config, **on.config_changes},
         documents={MERGED: _record(on, digest)},
         ties=False,
     )
+
+
+def check_base(adapter: Adapter, base: Checkpoint) -> None:
+    """Check that `base` has everything that an adapter changes, from names and shapes only.
+
+    Raises:
+        CheckpointError: as `merge`.
+    """
+    check_mergeable(adapter)
+    _apply(BaseChanges(adapter, base, "keep"))
+
+
+def _apply(on: BaseChanges) -> None:
+    """Collect the changes of all tensors."""
+    if on.config.type == "IA3":
+        for module in on.adapter.modules:
+            _ia3(on, module)
+    else:
+        _train_tokens(on)  # first: LoRA's layer has the one with the tokens inside it
+        _LoraChanges(on).apply()
+    for (module_name, leaf), tensor in on.adapter.replaced.items():
+        _replace(on, module_name, leaf, tensor)
 
 
 def check_mergeable(adapter: Adapter) -> None:

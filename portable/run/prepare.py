@@ -66,6 +66,10 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     best_tracker = judge_of(config, data.evals, metrics)
     assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
+    if adapter is not None and config.checkpoint.export in ("merged", "like_base"):
+        from portable.adapters.merge_check import check_merge
+
+        check_merge(adapter)  # refused now, not after the last step
     reference = None
     if config.train.loss is not None:
         from portable.run.precompute import add_computed, reference_of
