@@ -51,6 +51,7 @@ class PublishedNames:
         rules = tuple(parse_rule(value) for value in of_transformers.name_rules(model))
         self._default = NameRules(rules, model.base_model_prefix, config)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._resumed: tuple[NameRules, list[str]] | None = None
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
 
     @cached_property
@@ -66,7 +67,14 @@ class PublishedNames:
     @cached_property
     def rules(self) -> NameRules:
         """The rules for the names in the base's files, or the default ones of the model."""
-        return self._default if self.base is None else used_rules(self._default, self.base.tensors)
+        if self.base is not None:
+            return used_rules(self._default, self.base.tensors)
+        return self._default if self._resumed is None else self._resumed[0]
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take over the record of the checkpoint that the run resumes from, in case the base is not here."""
+        if not self._settings.from_scratch:
+            self._resumed = recorded_rules(checkpoint)
 
     @cached_property
     def not_loaded(self) -> list[str]:
@@ -84,11 +92,12 @@ class PublishedNames:
 
     def write(self, folder: Path) -> None:
         """Write the record of a checkpoint, from which it can be exported without the base."""
-        if self.base is None and not self._settings.from_scratch:
+        known = self._settings.from_scratch or self.base is not None or self._resumed is not None
+        if not known:
             return
         record = rules_to_record(self.rules)
         if not self._settings.from_scratch:
-            record["not_loaded"] = shortened(self.not_loaded)
+            record["not_loaded"] = self.lost or shortened(self.not_loaded)
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
     def publish(self, checkpoint: Checkpoint) -> tuple[Checkpoint, set[str]]:
@@ -97,8 +106,7 @@ class PublishedNames:
         Tensors that transformers does not load, and frozen tensors, come from the base.
         """
         if self.base is None:
-            found = None if self._settings.from_scratch else recorded_rules(checkpoint)
-            return with_published_names(checkpoint, self._default if found is None else found[0]), set()
+            return with_published_names(checkpoint, self.rules), set()
         written = with_published_names(checkpoint, self.rules)
         held = self.base.tensors
         frozen = [name for name in written.tensors if name in self._frozen_files and name in held]
@@ -107,12 +115,10 @@ class PublishedNames:
         tensors = {**written.tensors, **{name: held[name] for name in held if name in untouched}}
         return written.with_tensors(tensors, {}, written.companions), untouched
 
-    def lost(self, checkpoint: Checkpoint) -> list[str]:
-        """Return the tensors of the base that an export lacks, because the base is not here."""
-        if self.base is not None or self._settings.from_scratch:
-            return []
-        found = recorded_rules(checkpoint)
-        return [] if found is None else found[1]
+    @property
+    def lost(self) -> list[str]:
+        """The tensors of the base that an export lacks, because the base is not here."""
+        return self._resumed[1] if self.base is None and self._resumed is not None else []
 
     @cached_property
     def _frozen_files(self) -> set[str]:

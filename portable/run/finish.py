@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters import CheckpointError, open_checkpoint
 from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
@@ -176,7 +175,7 @@ def finish(
     if run.complete and prepared.config.checkpoint.export and exported is not None:
         final = place / FINAL
         export_with_card(prepared, folder, exported, final)
-        for note in _notes_on_untrained(*_untrained(prepared, exported)):
+        for note in _notes_on_untrained(*_untrained(prepared)):
             reporter.say(note)
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
@@ -209,18 +208,14 @@ def finish(
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
-def _untrained(prepared: Prepared, checkpoint: Place) -> tuple[list[str], list[str]]:
+def _untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
     """Return the tensors that transformers does not load: those copied from the base, and those missing.
 
     Numbers in names are replaced by `*`.
     """
     if prepared.adapter is not None:
         return [], []
-    try:
-        lost = prepared.names.lost(open_checkpoint(checkpoint))
-    except CheckpointError:  # reported by the export
-        lost = []
-    return shortened(prepared.names.not_loaded), lost
+    return shortened(prepared.names.not_loaded), prepared.names.lost
 
 
 def _notes_on_untrained(copied: list[str], lost: list[str]) -> list[str]:
@@ -249,7 +244,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
     """
     adapter, config = prepared.adapter, prepared.config
     last = step_of(checkpoint.name)
-    copied, lost = _untrained(prepared, checkpoint)
+    copied, lost = _untrained(prepared)
     rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
     text = model_card(
         config,

@@ -200,6 +200,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 blueprint = _blueprint(prepared)
                 _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
+            prepared.names.resume(checkpoint)
             if prepared.data.streams:
                 try:
                     prepared.data.train.adopt(json.loads(state.metadata.get("streams", "{}")))
