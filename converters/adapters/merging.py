@@ -7,7 +7,6 @@ block (`converters.tensors.computed`), so memory holds one module's factors and 
 from __future__ import annotations
 
 import json
-import re
 from functools import lru_cache, partial
 from itertools import permutations
 from math import prod
@@ -20,7 +19,7 @@ from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import GENERATION, MERGED
+from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Array, Tensor
 
-_TOKENIZER = re.compile(
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|.+\.model"
-)
 _LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 _LABELLED = ("SEQ_CLS", "TOKEN_CLS")
 _STACKS_KEPT, _MAX_NESTED = 4, 4
@@ -119,13 +115,11 @@ def check_mergeable(adapter: Adapter) -> None:
 
 def _companions(adapter: Adapter, base: Checkpoint) -> dict[str, Place]:
     """The base's files beside its weights, with the adapter's tokenizer, and what ends an answer."""
-    theirs = {
-        name: path for name, path in adapter.checkpoint.companions.items() if _TOKENIZER.fullmatch(name)
-    }
+    theirs = {name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER.fullmatch(name)}
     kept = {
         name: path
         for name, path in base.companions.items()
-        if name != MERGED and not (theirs and _TOKENIZER.fullmatch(name))
+        if name != MERGED and not (theirs and TOKENIZER.fullmatch(name))
     }
     generation = adapter.checkpoint.companions.get(GENERATION)
     return kept | theirs | ({} if generation is None else {GENERATION: generation})

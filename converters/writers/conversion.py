@@ -269,7 +269,9 @@ def carry_out(
     if unknown := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"there is no option {min(unknown)}")  # misspelt, it would have no effect
     overwrite, verify = options.get("overwrite", False), options.get("verify", False)
-    target = check_output(out, [checkpoint.root], overwrite=overwrite, single=single)
+    target = check_output(
+        out, [checkpoint.root], overwrite=overwrite, single=single, companions=checkpoint.companions
+    )
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=options.get("expand", False))
     from tqdm import tqdm  # not at the top: slow to import
