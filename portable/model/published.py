@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from converters.config_and_tokenizer_files import TOKENIZER, custom_code, left_out, small_files_of
 from converters.names.name_rules import NameRules, parse_rule, rules_to_record, used_rules
 from converters.names.published import to_files, unclaimed
 from converters.naming import RECORD, recorded_rules, with_published_names
+from converters.storage.places import copy_file
 from converters.storage.safe_open import read_small_table
 from portable.errors import UserError
-from portable.model.pretrained import files_of
+from portable.model.pretrained import files_of, snapshot
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
@@ -31,9 +33,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from converters import Checkpoint, Tensor
+    from converters.storage.path_or_url import Place
     from portable.config.sections import ModelConfig
 
 _BLOCK = 1 << 20
+# A run writes these itself, or they describe how the base was quantized.
+_OWN_FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "quant_config.json",
+    "quantize_config.json",
+}
 
 
 class PublishedNames:
@@ -99,6 +111,46 @@ class PublishedNames:
         if not self._settings.from_scratch:
             record["not_loaded"] = self.lost or shortened(self.not_loaded)
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+    def write_small_files(self, folder: Path, *, tokenizer: bool) -> None:
+        """Copy the small files of the base that are not in a checkpoint yet, such as a processor's.
+
+        Args:
+            folder: The checkpoint, which has a config and a tokenizer of its own.
+            tokenizer: Whether the run uses the tokenizer of the base unchanged, so that its other files fit.
+        """
+        for name, path in self._small_files.items():
+            target = folder / name
+            if (TOKENIZER.fullmatch(name) and not tokenizer) or target.exists():
+                continue
+            target.parent.mkdir(exist_ok=True)
+            copy_file(path, target)
+
+    @cached_property
+    def _small_files(self) -> dict[str, Place]:
+        folder = self._folder
+        if folder is None:
+            return {}
+        found = small_files_of(folder)
+        if self._settings.trust_remote_code:
+            found |= custom_code(folder)
+        return {name: path for name, path in found.items() if name not in _OWN_FILES}
+
+    @cached_property
+    def left_out(self) -> dict[str, str]:
+        """The files of the base that are not exported, with the reason; without weights and logs."""
+        told = {} if self._folder is None else left_out(self._folder)
+        plain = ("weights", "training state", "a log", "hidden")
+        return {n: why for n, why in told.items() if why not in plain and n not in self._small_files}
+
+    @property
+    def _folder(self) -> Path | None:
+        if self._settings.from_scratch:
+            return None
+        try:
+            return snapshot(str(self._settings.name_or_path))
+        except UserError:
+            return None
 
     def publish(self, checkpoint: Checkpoint) -> tuple[Checkpoint, set[str]]:
         """Return the model of a checkpoint of this run as it is exported, and what is as in the base.

@@ -177,6 +177,9 @@ def finish(
         export_with_card(prepared, folder, exported, final)
         for note in _notes_on_untrained(*_untrained(prepared)):
             reporter.say(note)
+        if prepared.adapter is None and (left := prepared.names.left_out):
+            told = ", ".join(f"{name} ({why})" for name, why in left.items())
+            reporter.say(f"note: not copied from the base model: {told}")
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
     try:

@@ -36,6 +36,15 @@ NOT_LOADED = {
 }
 
 
+SMALL_FILES = (
+    "LICENSE",
+    "additional_chat_templates/tool_use.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
 @pytest.fixture(scope="module")
 def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Published checkpoints in bfloat16, with a tokenizer."""
@@ -46,6 +55,9 @@ def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.config.dtype = torch.bfloat16
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+        (folder / name / "additional_chat_templates").mkdir()
+        for file in (*SMALL_FILES, "modeling_own.py", "training_args.bin"):
+            (folder / name / file).write_text("{}")
         path = folder / name / "model.safetensors"
         save_file({**load_file(path), **{k: t.bfloat16() for k, t in more.items()}}, path, {"format": "pt"})
     return folder
@@ -56,8 +68,14 @@ def started_from(base: Path, run: Path, corpus: Path, **more: Any) -> Any:
     return configured(run, corpus, **settings, **more)
 
 
+def final_files(run: Path) -> list[Path]:
+    return [path for path in (run / "final").rglob("*") if path.is_file()]
+
+
 @pytest.mark.parametrize("name", NOT_LOADED)
-def test_final_has_the_names_of_the_base(name: str, bases: Path, corpus: Path, tmp_path: Path) -> None:
+def test_final_has_the_names_of_the_base(
+    name: str, bases: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = started_from(
         bases / name, tmp_path / "run", corpus, train__frozen=["embed"], train__learning_rate=0.01
     )
@@ -71,6 +89,15 @@ def test_final_has_the_names_of_the_base(name: str, bases: Path, corpus: Path, t
     assert trained and not any(torch.equal(made[key].bfloat16(), base[key]) for key in trained[:1])
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     assert ("copied from the base model: `mtp.fc.weight`" in card) == (name == "qwen3_next")
+    files = {
+        path.relative_to(tmp_path / "run" / "final").as_posix() for path in final_files(tmp_path / "run")
+    }
+    assert files >= {*SMALL_FILES} and not files & {
+        "modeling_own.py",
+        "training_args.bin",
+        "published_names.json",
+    }
+    assert "not copied from the base model: modeling_own.py (custom code)" in capsys.readouterr().err
     # The checkpoint records the names, so that it can be converted without the base.
     assert convert([str(tmp_path / "run"), str(tmp_path / "out"), "--quiet"]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
