@@ -80,6 +80,7 @@ class Checkpoint:
         config: settings that a written `config.json` gets in place of the companion's own; None for one that
             it loses.
         documents: small files that are written beside the tensors: name -> content.
+        shards: The file for each tensor, by name, if the files of another model are to be repeated.
         names: Whether the tensors have the names that were `stored`, `published` names, or `live` ones.
 
     `optimizer` may be a function of `aliases`, called at the first use, so that the model is readable where
@@ -114,6 +115,7 @@ class Checkpoint:
         self.documents: Mapping[str, bytes] = dict(documents or {})
         self._ties = ties
         self.names = "stored"
+        self.shards: Mapping[str, str] = {}
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -164,6 +166,10 @@ class Checkpoint:
             config={**self.config, **config},
             companions=companions,
         )
+
+    def with_shards(self, shards: Mapping[str, str]) -> Checkpoint:
+        """The same model, whose tensors are written into these files."""
+        return self._with(shards=dict(shards))
 
     def with_names(
         self,

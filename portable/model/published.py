@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.config_and_tokenizer_files import TOKENIZER, custom_code, left_out, small_files_of
+from converters.containers.shard_index import INDEX
 from converters.names.name_rules import NameRules, parse_rule, rules_to_record, used_rules
 from converters.names.published import to_files, unclaimed
 from converters.naming import RECORD, recorded_rules, with_published_names
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from portable.config.sections import ModelConfig
 
 _BLOCK = 1 << 20
+_SHARD = re.compile(r"model-\d{5}-of-\d{5,6}\.safetensors")
 # A run writes these itself, or they describe how the base was quantized.
 _OWN_FILES = {
     "README.md",
@@ -165,7 +167,14 @@ class PublishedNames:
         untouched = {name for name in frozen if _same_values(written.tensors[name], held[name])}
         untouched |= set(self.not_loaded) - written.tensors.keys()
         tensors = {**written.tensors, **{name: held[name] for name in held if name in untouched}}
-        return written.with_tensors(tensors, {}, written.companions), untouched
+        return written.with_tensors(tensors, {}, written.companions).with_shards(self._shards), untouched
+
+    @property
+    def _shards(self) -> dict[str, str]:
+        """The numbered file of each tensor of the base, as its index has it."""
+        table = {} if self._folder is None else read_small_table(self._folder / INDEX).get("weight_map")
+        files = table.items() if isinstance(table, dict) else ()
+        return {name: file for name, file in files if isinstance(file, str) and _SHARD.fullmatch(file)}
 
     @property
     def lost(self) -> list[str]:

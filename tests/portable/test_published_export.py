@@ -127,6 +127,19 @@ def test_without_the_base_the_record_of_the_checkpoint_decides(
     assert "missing here: `mtp.fc.weight`" in (tmp_path / "run" / "final" / "README.md").read_text()
 
 
+def test_the_shards_are_those_of_the_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
+    base, final = tmp_path / "base", tmp_path / "run" / "final"
+    shutil.copytree(bases / "mixtral", base)
+    (base / "model.safetensors").unlink()
+    tiny_model("mixtral").bfloat16().save_pretrained(base, max_shard_size="60KB")
+    assert run_rank("cpu", started_from(base, tmp_path / "run", corpus)) == 0
+    found, wanted = (
+        json.loads((one / "model.safetensors.index.json").read_text())["weight_map"] for one in (final, base)
+    )
+    assert found == wanted and len(set(found.values())) > 2
+    assert load_file(final / min(found.values())).keys() == load_file(base / min(found.values())).keys()
+
+
 def test_a_run_from_scratch_has_the_names_of_its_type(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path / "run", corpus, **STEPS, model__config=tiny_config("mixtral"))
     assert run_rank("cpu", config) == 0
