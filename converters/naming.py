@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from converters.checkpoint import Aliases, Checkpoint, ParamGroups, Scalar
     from converters.storage.path_or_url import Place
     from converters.tensors.arranged import Arrangement
+    from converters.tensors.tensor import Shape
 
 RECORD = "published_names.json"
 """The file in which a training run records the rules of its base checkpoint."""
@@ -113,10 +114,15 @@ def with_published_names(checkpoint: Checkpoint, rules: NameRules | None = None)
     return _renamed(checkpoint, found, lambda name: renaming.rename(renaming.convert(name)[0]), "published")
 
 
-def with_live_names(checkpoint: Checkpoint, rules: NameRules | None = None) -> Checkpoint:
+def with_live_names(
+    checkpoint: Checkpoint, rules: NameRules | None = None, live: Mapping[str, Shape] | None = None
+) -> Checkpoint:
     """Return a checkpoint whose tensors have the names and shapes that transformers uses in memory.
 
-    See `with_published_names` for the arguments and errors.
+    Args:
+        live: Shapes of the model's tensors in memory, if known.
+
+    See `with_published_names` for the other arguments and errors.
     """
     if checkpoint.names == "live":
         return checkpoint
@@ -124,7 +130,7 @@ def with_live_names(checkpoint: Checkpoint, rules: NameRules | None = None) -> C
     if rules is None or are_live(checkpoint.tensors, rules):
         return checkpoint
     with blame(checkpoint.root):
-        found = to_memory({name: tensor.shape for name, tensor in checkpoint.tensors.items()}, rules)
+        found = to_memory({name: t.shape for name, t in checkpoint.tensors.items()}, rules, live)
     renaming = Renaming(rules.rules, write=False)
     return _renamed(checkpoint, found, lambda name: renaming.convert(renaming.rename(name))[0], "live")
 

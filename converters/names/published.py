@@ -186,7 +186,8 @@ def are_live(names: Collection[str], rules: NameRules) -> bool:
         return differs and _numbers(second(changed)[0]) == _numbers(name)
 
     live = published = 0
-    for name in natural_order(names):
+    # One expert and one layer decide for all: a large mixture has 100,000 names.
+    for name in {_numbers(name): name for name in natural_order(names)}.values():
         one, other = returns(name, written, read), returns(name, read, written)
         live += one and not other
         published += other and not one

@@ -50,6 +50,13 @@ _OWN_FILES = {
 }
 
 
+def rules_of_model(model: PreTrainedModel) -> NameRules:
+    """Return the rules by which the installed transformers reads the published files of a model."""
+    config = json.loads(json.dumps(model.config.to_dict(), default=str))
+    rules = tuple(parse_rule(value) for value in of_transformers.name_rules(model))
+    return NameRules(rules, model.base_model_prefix, config)
+
+
 class PublishedNames:
     """The published names of the model of a run.
 
@@ -61,9 +68,7 @@ class PublishedNames:
     def __init__(self, settings: ModelConfig, model: PreTrainedModel) -> None:
         self._settings = settings
         self._architecture = type(model).__name__
-        config = json.loads(json.dumps(model.config.to_dict(), default=str))
-        rules = tuple(parse_rule(value) for value in of_transformers.name_rules(model))
-        self._default = NameRules(rules, model.base_model_prefix, config)
+        self._default = rules_of_model(model)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._resumed: tuple[NameRules, list[str]] | None = None
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -103,6 +108,12 @@ class PublishedNames:
         assert self.base is not None
         named = read_small_table(self.base.companions.get("config.json")).get("architectures")
         return isinstance(named, list) and named[:1] == [self._architecture]
+
+    def notes(self) -> list[str]:
+        """Notes at the start of a run, for the user."""
+        names = ", ".join(shortened(self.not_loaded))
+        told = f"note: not trained, since transformers does not load them, but part of the export: {names}"
+        return [told] if names else []
 
     def write(self, folder: Path) -> None:
         """Write the record of a checkpoint, from which it can be exported without the base."""

@@ -255,7 +255,7 @@ def _initialize(
     if adapter is not None:
         adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
-        for note in pretrained.notes():
+        for note in (*pretrained.notes(), *([] if adapter is not None else prepared.names.notes())):
             tell(note)
     if pretrained.missing:
         # A new head, for example: initialize what the checkpoint lacks, then load the rest.

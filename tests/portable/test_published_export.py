@@ -97,7 +97,9 @@ def test_final_has_the_names_of_the_base(
         "training_args.bin",
         "published_names.json",
     }
-    assert "not copied from the base model: modeling_own.py (custom code)" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "not copied from the base model: modeling_own.py (custom code)" in told
+    assert ("but part of the export: mtp.fc.weight, mtp.norm.weight" in told) == (name == "qwen3_next")
     # The checkpoint records the names, so that it can be converted without the base.
     assert convert([str(tmp_path / "run"), str(tmp_path / "out"), "--quiet"]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -174,3 +176,21 @@ def test_a_merge_that_cannot_end_is_refused_before_the_first_step(
     monkeypatch.setattr("converters.adapters.base_names.BaseNames.find", lambda *_: None)
     with pytest.raises(UserError, match=r"checkpoint\.export: .* give the base"):
         prepare(resolve(config, "cpu"), create_backend("cpu"))
+
+
+def test_a_run_resumes_from_a_conversion_with_published_names(corpus: Path, tmp_path: Path) -> None:
+    """Weights and optimizer state of the experts are stacked again."""
+    settings: dict[str, Any] = {**STEPS, "model__config": tiny_config("mixtral"), "train__steps": 2}
+    assert run_rank("cpu", configured(tmp_path / "whole", corpus, **settings)) == 0
+    stopped = configured(tmp_path / "half", corpus, **settings, train__stop_after=1)
+    assert run_rank("cpu", stopped) == 0
+    converted = tmp_path / "converted"
+    assert convert([str(tmp_path / "half"), str(converted), "--optimizer", "--quiet"]) == 0
+    resumed = configured(tmp_path / "resumed", corpus, **settings, checkpoint__resume=str(converted))
+    assert run_rank("cpu", resumed) == 0
+    found, wanted = (
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("resumed", "whole")
+    )
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-7)
