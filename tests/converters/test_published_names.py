@@ -182,6 +182,15 @@ def test_names_live_keeps_or_restores_the_names_in_memory(mixtral: Path, tmp_pat
     assert load_file(tmp_path / "stored" / "model.safetensors").keys() == live.keys()
 
 
+def test_diff_compares_both_kinds_of_names(mixtral: Path, tmp_path: Path) -> None:
+    assert main(["diff", str(mixtral / "dcp"), str(mixtral / "theirs")]) == 0
+    (tmp_path / "dcp").mkdir()
+    for path in (mixtral / "dcp").iterdir():
+        if path.name != "config.json":  # the other side says which model it is
+            (tmp_path / "dcp" / path.name).write_bytes(path.read_bytes())
+    assert main(["diff", str(mixtral / "theirs"), str(tmp_path / "dcp")]) == 0
+
+
 def test_published_names_stay_as_they_are(mixtral: Path, tmp_path: Path) -> None:
     assert main([str(mixtral / "theirs"), str(tmp_path / "out"), "--quiet"]) == 0
     one, other = (
