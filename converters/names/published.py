@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, blame
+from converters.limits import MAX_EXPERTS
 from converters.names.name_rules import Direction, Renaming, natural_order, with_legacy, writing
 from converters.tensors.arranged import (
     Arrangement,
@@ -259,6 +260,8 @@ def _unstack(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
     found: Arrays = {}
     for pattern, (values, *_) in arrays.items():
         name = call.direction.targets[0] if len(arrays) == 1 else pattern
+        if values.shape[dim] > MAX_EXPERTS:
+            raise CheckpointError(f"a stack of {values.shape[dim]:,} experts is not supported")
         for i in range(values.shape[dim]):
             found[name.replace("*", str(i))] = [selected(values, dim, i)]
     return found

@@ -235,6 +235,8 @@ def regrouped(values: Arrangement, dim: int, outer: int) -> Arrangement:
     inner = length // outer
     if 1 in (inner, outer):
         return values
+    if inner > _MAX_TILES:
+        raise CheckpointError(f"consists of {inner:,} regions, which is not supported")
     return concatenated([sliced(values, dim, i, outer, inner) for i in range(inner)], dim)
 
 

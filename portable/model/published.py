@@ -156,7 +156,7 @@ class PublishedNames:
         plain = ("weights", "training state", "a log", "hidden")
         return {n: why for n, why in told.items() if why not in plain and n not in self._small_files}
 
-    @property
+    @cached_property
     def _folder(self) -> Path | None:
         if self._settings.from_scratch:
             return None

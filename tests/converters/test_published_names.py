@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import open_checkpoint, write_safetensors
 from converters.cli import main
+from converters.errors import CheckpointError
 from converters.names.name_rules import rules_of
 from converters.names.published import are_live, to_files, to_memory
 from converters.storage.bytes import Memory
@@ -219,6 +220,14 @@ def test_old_names_of_the_config_folder_are_kept(tmp_path: Path) -> None:
     given = [str(tmp_path / "dcp"), str(tmp_path / "out"), "--config-from", str(tmp_path / "base"), "--quiet"]
     assert main(given) == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == old.keys()
+
+
+def test_a_stack_of_countless_experts_is_refused() -> None:
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    rules = rules_of(config)
+    assert rules is not None
+    with pytest.raises(CheckpointError, match="experts is not supported"):
+        to_files({"model.layers.0.mlp.experts.down_proj": (1 << 30, 1, 1)}, rules)
 
 
 def test_what_cannot_be_rearranged_is_refused_by_name(
