@@ -81,7 +81,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def published_files(config: Place) -> list[str] | None:
-    """Return the names of the tensors in the folder of a `config.json`, or None if it has no weights."""
+    """Return the names of the tensors in the folder of a `config.json`, or None without weights there."""
     folder = config.parent
     table = read_small_table(folder / INDEX).get("weight_map")
     if isinstance(table, dict):

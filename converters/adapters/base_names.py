@@ -31,14 +31,15 @@ _NEAREST = 20_000
 
 @dataclass(frozen=True)
 class Region:
-    """Rows of a tensor in the files that hold rows of a live parameter.
+    """Rows of a tensor in the files that hold rows of a parameter in memory.
 
-    All dimensions but the last are taken together as rows, for a stack of experts; else the first alone.
+    For a stack of experts, the first two dimensions together count as rows. Otherwise, only the first does.
 
     Attributes:
-        name: of the tensor.
-        row: the first row there.
-        start, stop: the rows of the live parameter.
+        name: Name of the tensor in the files.
+        row: First row in this tensor.
+        start: First row in the parameter.
+        stop: Row after the last one in the parameter.
     """
 
     name: str
@@ -49,7 +50,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Found:
-    """A live parameter: its shape, the regions that hold its rows, and the tensor that it is, if any."""
+    """A parameter in memory.
+
+    Attributes:
+        shape: Its shape.
+        regions: The regions of the files that hold its rows.
+        whole: Name of the tensor in the files that is identical to it, or None.
+    """
 
     shape: Shape
     regions: tuple[Region, ...]

@@ -32,7 +32,7 @@ class Direction:
     Attributes:
         find: Regular expression with a group `g<i>` for each source pattern, as text.
         sources: Source patterns.
-        targets: Target patterns; `\\1` stands for what the first group inside the match has found.
+        targets: Target patterns; `\\1` is replaced by the text of the first group inside the match.
         operations: What happens to the tensors, in order: the name of the operation and its arguments.
         offset: Number that is added to a layer number.
     """
@@ -54,7 +54,7 @@ class Rule:
             layers.
         read: From files to memory.
         write: From memory to files.
-        scope: Path of the part of the model to which the rule applies; None for the whole model.
+        scope: Path of the part of the model to which the rule applies; None for the complete model.
         base: Name of the base model's module, which may be missing in front of `scope`.
     """
 
@@ -73,7 +73,7 @@ class NameRules:
         rules: In the order in which transformers applies them on loading.
         base: Name of the base model's module (`model`, `transformer`); may be empty.
         config: The model's `config.json`, which some operations read.
-        recorded: Whether the rules are those that a base checkpoint needed. Otherwise, they are the defaults
+        recorded: Whether these are the rules that a base checkpoint needed. Otherwise, they are the defaults
             of the model type.
     """
 
@@ -132,7 +132,7 @@ class _Part:
     """A part of a model that has rules of its own.
 
     Attributes:
-        path: Path of the module; empty for the whole model.
+        path: Path of the module; empty for the complete model.
         key: The key of its rules in the table.
         config: Keys of the part's config in the model's.
         model_type: The model type of its config when the table was made.
@@ -210,8 +210,8 @@ def rules_of(config: Mapping[str, Any], architecture: str | None = None) -> Name
 def possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
     """Yield the rules of each class by which transformers may open a model, without repetition.
 
-    The class that the config names comes first. Then follow the other classes of its model type, and those of
-    the text model inside it.
+    The class that the config names comes first. The other classes of its model type follow, and then the
+    classes of the text model inside it.
     """
     table = _table()
     seen: set[tuple[Rule, ...]] = set()

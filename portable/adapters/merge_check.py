@@ -34,13 +34,13 @@ def check_merge(adapter: Adapter) -> None:
             if found is not None:
                 check_base(found, adapter.base)
         except CheckpointError as error:
-            # The adapter has no folder yet.
+            # The adapter is not written yet, so its temporary folder means nothing to the user.
             reason = str(error).replace(str(folder), "the adapter")
             raise UserError(f"checkpoint.export: {reason}") from error
 
 
 class _Unread(Memory):
-    """The bytes of a tensor of which only the shape is needed."""
+    """The bytes of a tensor that is never read, because only its shape matters."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(b"")

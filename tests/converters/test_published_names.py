@@ -187,7 +187,7 @@ def test_diff_compares_both_kinds_of_names(mixtral: Path, tmp_path: Path) -> Non
     assert main(["diff", str(mixtral / "dcp"), str(mixtral / "theirs")]) == 0
     (tmp_path / "dcp").mkdir()
     for path in (mixtral / "dcp").iterdir():
-        if path.name != "config.json":  # the other side says which model it is
+        if path.name != "config.json":  # the other side has the config
             (tmp_path / "dcp" / path.name).write_bytes(path.read_bytes())
     assert main(["diff", str(mixtral / "theirs"), str(tmp_path / "dcp")]) == 0
 
