@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from converters.cli import main as convert
+from portable.errors import UserError
+from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
+from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.resolve import resolve
 from tests.engines import Engines
 from tests.parity import launched
 from tests.runs import TINY_MODEL, configured
@@ -171,3 +175,22 @@ def test_an_adapter_merges_into_a_quantized_mixture(mixture: Path, corpus: Path,
     codes = load_file(tmp_path / "codes" / "model.safetensors")
     assert {name: t.dtype for name, t in codes.items()} == {name: t.dtype for name, t in base.items()}
     assert "quantization_config" in json.loads((tmp_path / "codes" / "config.json").read_text())
+
+
+def test_a_layout_without_a_tensor_of_the_model_is_refused_before_training(
+    mixture: Path, corpus: Path, tmp_path: Path
+) -> None:
+    config = configured(
+        tmp_path / "run",
+        corpus,
+        **STEPS,
+        model__name_or_path=str(mixture),
+        model__function="tests.test_quantized_bases:add_a_bias",
+        checkpoint__export="like_base",
+    )
+    with pytest.raises(UserError, match=r"like_base: .* has no lm_head\.bias, which the model has"):
+        prepare(resolve(config, "cpu"), create_backend("cpu"))
+
+
+def add_a_bias(model: Any) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features))

@@ -24,6 +24,7 @@ from converters.naming import RECORD, recorded_rules, with_published_names
 from converters.storage.places import copy_file
 from converters.storage.safe_open import read_small_table
 from portable.errors import UserError
+from portable.model.parameters import state_tensors
 from portable.model.pretrained import files_of, snapshot
 from portable.private import of_transformers
 
@@ -70,6 +71,7 @@ class PublishedNames:
         self._architecture = type(model).__name__
         self._default = rules_of_model(model)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._parameters = list(state_tensors(model))
         self._resumed: tuple[NameRules, list[str]] | None = None
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
 
@@ -114,6 +116,22 @@ class PublishedNames:
         names = ", ".join(shortened(self.not_loaded))
         told = f"note: not trained, since transformers does not load them, but part of the export: {names}"
         return [told] if names else []
+
+    def check_like_base(self) -> None:
+        """Check before the first step that the base has every tensor that is exported in its layout.
+
+        Raises:
+            UserError: It lacks a tensor.
+        """
+        if self.base is None:
+            return
+        shapes = {name: self._live[name] for name in self._parameters}
+        lacking = sorted(to_files(shapes, self.rules).keys() - self.base.tensors.keys())
+        if lacking:
+            raise UserError(
+                f"checkpoint.export: like_base: {self.base.root} has no {lacking[0]}, which the model has; "
+                "set checkpoint.export to true"
+            )
 
     def write(self, folder: Path) -> None:
         """Write the record of a checkpoint, from which it can be exported without the base."""
