@@ -80,9 +80,9 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     length = total_steps(config, data.train.epoch_samples)
     if (reason := too_long_a_warmup(config.train, length)) is not None:
         raise UserError(reason)
-    names = PublishedNames(config.model, model)
+    published = PublishedNames(config.model, model)
     if adapter is None and config.checkpoint.export == "like_base":
-        names.check_like_base()  # refused now, not after the last step
+        published.check_like_base()  # refused now, not after the last step
     notes = [*notes_on(resolved, assembled, model_config, data.sizes), *label_notes]
     return Prepared(
         resolved=resolved,
@@ -92,7 +92,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         data=data,
         model=model,
         adapter=adapter,
-        names=names,
+        names=published,
         grown_from=assembled.grown_from,
         architecture=type(model).__name__,
         parameters=parameter_count(model),
