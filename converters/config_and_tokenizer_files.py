@@ -1,4 +1,8 @@
-"""The small files that `from_pretrained` needs beside the weights: config.json, the tokenizer, ..."""
+"""The small files of a model: config.json, the tokenizer, processors, chat templates, a license, ...
+
+Everything small in the folder of a model's config.json comes along, except weights, optimizer states, logs
+and custom code. Above that folder, only files with well-known names are taken, since it may hold anything.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
 from converters.storage.path_or_url import place
 from converters.storage.places import inside
-from converters.storage.safe_open import LinkError, read_small_table
+from converters.storage.safe_open import LinkError, read_small, read_small_table
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
@@ -24,14 +28,50 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# The files of a tokenizer and its chat templates.
+TOKENIZER = re.compile(
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+"
+    r"|additional_chat_templates/.+|.+\.(model|spm|tiktoken)"
+)
 # What was merged into a model: see `converters.adapters.merging`.
 MERGED = "merged_adapters.json"
 GENERATION = "generation_config.json"
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
-    r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
-    r"|processor_config\.json|merged_adapters\.json|hf_quant_config\.json"
+    r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.(model|spm|tiktoken)"
+    r"|(video_)?preprocessor_config\.json|processor_config\.json|merged_adapters\.json|hf_quant_config\.json"
+    r"|modules\.json|(config_)?sentence_\w+\.json|LICENSE(\.\w+)?|NOTICE"
 )
+# What does not come along: why, and the names.
+_EXCLUDED: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (
+        "weights",
+        re.compile(
+            r".+\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|distcp|h5|msgpack|onnx|onnx_data|np[yz]|tflite|ot|pkl"
+            r"|pickle|nemo|engine|pb|zip|tar|[gx]z|zst|7z|parquet|arrow)|.+\.index\.json|\.metadata"
+        ),
+    ),
+    (
+        "training state",
+        re.compile(
+            r"(optimizer|optim|scheduler|scaler|rng_state|random_states?|trainer_state|training_args"
+            r"|checkpoint_manifest|published_names|latest|adapter_config|adapter_model|step_)\b.*"
+            r"|latest.*|zero_to_fp32\.py|\w*checksums?\.json|metadata\.json|run_config\.yaml|_.+"
+            r"|.*\.(crc32|lock|tmp|ocdbt)"
+        ),
+    ),
+    (
+        "a log",
+        re.compile(
+            r".+\.(log|out|err|jsonl|csv|html)|log\.txt|events\..+|.*tfevents.*|metrics\..+"
+            r"|(all|train|eval)_results\.json"
+        ),
+    ),
+    ("custom code", re.compile(r".+\.(py|so|sh|ipynb)")),
+)
+CODE = "custom code"
+_TEMPLATES = "additional_chat_templates"
+MAX_SMALL_FILE, _MAX_SMALL_FILES = 32 << 20, 200
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
 _MODEL_FILES = (*_HUB_FILES, "*.safetensors", "*.bin")
@@ -49,16 +89,100 @@ def find_companions(root: Place) -> dict[str, Place]:
     """
     folder, *above = _upwards(root)
     # From a checkpoint of this project, copy only what was saved with it.
-    manifest = check_manifest(
-        folder, only=lambda name: name == "trainer_state.json" or COMPANIONS.fullmatch(name)
-    )
-    found = _companions_in([folder, *above])
-    if manifest is None or not any(COMPANIONS.fullmatch(name) for name in manifest["files"]):
+    manifest = check_manifest(folder, only=lambda name: name == "trainer_state.json" or is_companion(name))
+    found = {**_small_files_of_model(folder)[0], **_companions_in([folder, *above])}
+    if manifest is None or not any(is_companion(name) for name in manifest["files"]):
         return found
     for name in sorted(found.keys() - manifest["files"].keys()):
         _log.warning("warning: %s: was not saved with %s; not copied", printable(found[name]), folder)
         del found[name]
     return found
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name comes along with a model, if it is small."""
+    return bool(COMPANIONS.fullmatch(name)) or _excluded(name) is None
+
+
+def small_files_of(root: Place) -> dict[str, Place]:
+    """Return the small files in the folder of a model, without searching above it: name -> path."""
+    return _small_files_of_model(root if root.is_dir() else root.parent)[0]
+
+
+def companion_names(root: Place) -> set[str]:
+    """Return the names of the small files and the code in the folder of a model."""
+    found, left = _small_files_of_model(root if root.is_dir() else root.parent)
+    return {*found, *(name for name, why in left.items() if why == CODE)}
+
+
+def left_out(root: Place) -> dict[str, str]:
+    """Return the files in the folder of a model that do not come along, with the reason."""
+    return _small_files_of_model(root if root.is_dir() else root.parent)[1]
+
+
+def custom_code(root: Place) -> dict[str, Place]:
+    """Return the Python files of a model with code of its own: name -> path."""
+    folder = root if root.is_dir() else root.parent
+    names = [name for name, why in left_out(root).items() if why == CODE and name.endswith(".py")]
+    return _companions_in([folder], re.compile("|".join(map(re.escape, names)))) if names else {}
+
+
+def _excluded(name: str) -> str | None:
+    """Return why a file is not a companion, or None if it is one."""
+    if name.startswith("."):
+        return "hidden"
+    return next((why for why, names in _EXCLUDED if names.fullmatch(name)), None)
+
+
+def _small_files_of_model(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
+    """Return the small files beside the config.json in a folder, and the others with the reason.
+
+    Names contain a folder for named chat templates and for the modules of sentence-transformers.
+    """
+    found: dict[str, Place] = {}
+    left: dict[str, str] = {}
+    listed = _entries(folder)
+    by_name = {entry.name: entry for entry in listed}
+    if "config.json" not in by_name or not _usable(by_name["config.json"], "config.json"):
+        return found, left
+    inner = [_TEMPLATES, *_sentence_modules(by_name.get("modules.json"), folder)]
+    below = [entry for name in inner if name in by_name for entry in _entries(by_name[name])]
+    for entry in (*listed, *below):
+        name = entry.name if entry in listed else f"{entry.parent.name}/{entry.name}"
+        try:
+            if not entry.is_file():
+                continue
+            why = None if COMPANIONS.fullmatch(entry.name) else _excluded(entry.name)
+            if why is None and entry.stat().st_size > _limit(entry.name):
+                why = f"larger than {_limit(entry.name) >> 20} MiB"
+            if why is None and len(found) >= _MAX_SMALL_FILES:
+                why = f"there are more than {_MAX_SMALL_FILES} files"
+            if why is None:
+                found[name] = inside(entry, folder)
+                continue
+        except OSError:
+            why = "unreadable"
+        except LinkError:
+            why = "a link that leaves the folder"
+        left[name] = why
+    return found, left
+
+
+def _limit(name: str) -> int:
+    return MAX_TOKENIZER_FILE if COMPANIONS.fullmatch(name) else MAX_SMALL_FILE
+
+
+def _sentence_modules(file: Place | None, folder: Place) -> list[str]:
+    """Return the folders of the modules that sentence-transformers lists in `modules.json`."""
+    if file is None or not _usable(file, file.name):
+        return []
+    try:
+        modules = json.loads(read_small(file, folder))
+    except (OSError, ValueError, RecursionError, CheckpointError):
+        return []
+    listed = modules if isinstance(modules, list) else []
+    paths = [module.get("path") for module in listed if isinstance(module, dict)]
+    return [path for path in paths if isinstance(path, str) and re.fullmatch(r"[\w-]+", path)]
 
 
 def find_beside(root: Place, name: str) -> Place | None:
@@ -104,7 +228,7 @@ def companions_from(named: str) -> dict[str, Place]:
         folder = folder.parent
     elif not folder.exists() and _HUB_ID.fullmatch(named):
         folder = from_hub(named, f"--config-from {named}", _HUB_FILES)
-    found = _companions_in([folder])
+    found = {**_small_files_of_model(folder)[0], **_companions_in([folder])}
     if "config.json" not in found:
         raise CheckpointError(f"--config-from {named}: holds no config.json of a model")
     return found

@@ -13,6 +13,7 @@ import numpy as np
 from converters.adapters.adapter import find_adapter
 from converters.console import say
 from converters.errors import CheckpointError, printable
+from converters.naming import name_rules, with_published_names
 from converters.opening import open_checkpoint
 from converters.tensors.casting import BLOCK_BYTES
 from converters.tensors.dtypes import itemsize
@@ -253,13 +254,21 @@ def diff(parser: Parser, argv: Sequence[str]) -> int:
     arguments.add_argument("--optimizer", action="store_true", help="also compare the optimizers' state")
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
-    sides = [
-        tensors_of(open_checkpoint(path), optimizer=options.optimizer)
-        for path in (options.left, options.right)
-    ]
+    opened = [open_checkpoint(path) for path in (options.left, options.right)]
+    sides = [tensors_of(one, optimizer=options.optimizer) for one in _with_same_names(opened)]
     document = compare(*sides, tolerance=options.tolerance)
     say(json.dumps(document, indent=1) if options.json else _differences(document))
     return SAME if document["same"] else DIFFERENT
+
+
+def _with_same_names(opened: list[Checkpoint]) -> list[Checkpoint]:
+    """Give both checkpoints published names if one of them has names in memory."""
+    left, right = opened
+    rules = [] if left.tensors.keys() == right.tensors.keys() else [name_rules(one) for one in opened]
+    known = next((found for found in rules if found is not None), None)
+    if known is None:
+        return opened
+    return [with_published_names(one, found or known) for one, found in zip(opened, rules, strict=True)]
 
 
 def compare(

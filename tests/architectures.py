@@ -176,6 +176,7 @@ def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.T
 def opened_again(config: RunConfig, folder: Path) -> None:
     """Load what was exported, compare it with the live model, and generate."""
     import torch
+    from safetensors.torch import load_file
 
     task = config.model.task
     model, info = auto_class(task).from_pretrained(
@@ -184,6 +185,10 @@ def opened_again(config: RunConfig, folder: Path) -> None:
     amiss = {what: sorted(names) for what, names in info.items() if names}
     if amiss:
         raise AssertionError(f"from_pretrained: {amiss}")
+    model.save_pretrained(folder / "again")
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("final", "again"))
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"save_pretrained writes other names: {min(ours.keys() ^ theirs.keys())}")
     live = torch.load(folder / "live.pt", weights_only=True)
     try:
         same_state(model.state_dict(), live)

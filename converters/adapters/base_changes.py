@@ -86,7 +86,7 @@ class BaseChanges:
         self.target = parse_dtype(dtype)
         self.base_config = read_small_table(base.companions.get("config.json"))
         self.ties = {**base.aliases, **self._implied_ties()}
-        self.names = BaseNames(base.tensors, self.ties)
+        self.names = BaseNames(base.tensors, self.ties, self.base_config)
         self.changes: dict[str, Change] = {}
         self.added: dict[str, Tensor] = {}
         self.config_changes: dict[str, Any] = {}

@@ -7,7 +7,6 @@ block (`converters.tensors.computed`), so memory holds one module's factors and 
 from __future__ import annotations
 
 import json
-import re
 from functools import lru_cache, partial
 from itertools import permutations
 from math import prod
@@ -20,7 +19,7 @@ from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import GENERATION, MERGED
+from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Array, Tensor
 
-_TOKENIZER = re.compile(
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|.+\.model"
-)
 _LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 _LABELLED = ("SEQ_CLS", "TOKEN_CLS")
 _STACKS_KEPT, _MAX_NESTED = 4, 4
@@ -63,14 +59,7 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
     on = BaseChanges(adapter, base, dtype)
     digest = adapter.digest
     _check_base(on, digest)
-    if on.config.type == "IA3":
-        for module in adapter.modules:
-            _ia3(on, module)
-    else:
-        _train_tokens(on)  # first: LoRA's layer has the one with the tokens inside it
-        _LoraChanges(on).apply()
-    for (module_name, leaf), tensor in adapter.replaced.items():
-        _replace(on, module_name, leaf, tensor)
+    _apply(on)
     untied = on.untied()
     tensors: dict[str, Tensor] = {}
     for name, tensor in base.tensors.items():
@@ -83,10 +72,32 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
         aliases={} if untied else {a: owner for a, owner in on.ties.items() if a != OTHER_HEAD},
         metadata=base.metadata,
         companions=_companions(adapter, base),
-        config=on.config_changes,
+        config={**base.config, **on.config_changes},
         documents={MERGED: _record(on, digest)},
         ties=False,
     )
+
+
+def check_base(adapter: Adapter, base: Checkpoint) -> None:
+    """Check that `base` has everything that an adapter changes, from names and shapes only.
+
+    Raises:
+        CheckpointError: as `merge`.
+    """
+    check_mergeable(adapter)
+    _apply(BaseChanges(adapter, base, "keep"))
+
+
+def _apply(on: BaseChanges) -> None:
+    """Collect the changes of all tensors."""
+    if on.config.type == "IA3":
+        for module in on.adapter.modules:
+            _ia3(on, module)
+    else:
+        _train_tokens(on)  # first: LoRA's layer has the one with the tokens inside it
+        _LoraChanges(on).apply()
+    for (module_name, leaf), tensor in on.adapter.replaced.items():
+        _replace(on, module_name, leaf, tensor)
 
 
 def check_mergeable(adapter: Adapter) -> None:
@@ -104,13 +115,11 @@ def check_mergeable(adapter: Adapter) -> None:
 
 def _companions(adapter: Adapter, base: Checkpoint) -> dict[str, Place]:
     """The base's files beside its weights, with the adapter's tokenizer, and what ends an answer."""
-    theirs = {
-        name: path for name, path in adapter.checkpoint.companions.items() if _TOKENIZER.fullmatch(name)
-    }
+    theirs = {name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER.fullmatch(name)}
     kept = {
         name: path
         for name, path in base.companions.items()
-        if name != MERGED and not (theirs and _TOKENIZER.fullmatch(name))
+        if name != MERGED and not (theirs and TOKENIZER.fullmatch(name))
     }
     generation = adapter.checkpoint.companions.get(GENERATION)
     return kept | theirs | ({} if generation is None else {GENERATION: generation})

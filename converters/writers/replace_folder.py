@@ -38,13 +38,19 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 _CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def check_replaceable(out: Place, names: Collection[str]) -> None:
+def check_replaceable(out: Place, names: Collection[str], companions: Collection[str] = ()) -> None:
     """Refuse to replace a folder that holds other files than an output of this program.
 
     Args:
         names: of the files in it, relative to it; that of a folder ends in `/`.
+        companions: Names of files that will be written again.
     """
-    others = sorted(name for name in names if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name)))
+    known = {*companions, *(f"{name.partition('/')[0]}/" for name in companions if "/" in name)}
+    others = sorted(
+        name
+        for name in names
+        if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name) or name in known)
+    )
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
         raise CheckpointError(

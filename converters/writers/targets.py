@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
-from converters.options import WRITERS
+from converters.naming import with_live_names, with_published_names
+from converters.options import PUBLISHED, WRITERS
 from converters.storage.path_or_url import place
 from converters.writers.conversion import Choices, Options, carry_out
 
@@ -48,6 +49,7 @@ class WriterOptions(Options, total=False):
     dtype: str
     max_shard_size: int
     optimizer: bool
+    names: str | None
 
 
 def write_checkpoint(
@@ -58,12 +60,15 @@ def write_checkpoint(
     dtype: str = Choices.dtype,
     max_shard_size: int = Choices.max_shard_size,
     optimizer: bool = Choices.optimizer,
+    names: str | None = None,
     **options: Unpack[Options],
 ) -> Plan:
     """Write a checkpoint in the format `to`, one of `converters.options.WRITERS`, as `portable-convert` does.
 
     Args:
         dtype, max_shard_size, optimizer: see `Choices`.
+        names: `published` for the names of published files, the default for safetensors, torch and gguf;
+            `live` for those that transformers uses in memory; `stored` to keep those of the checkpoint.
         options: see `Options`.
 
     Returns:
@@ -73,6 +78,11 @@ def write_checkpoint(
         CheckpointError: `out` is refused, the source is damaged, the format cannot hold it, the disk is full,
             or the object store is unreachable. `out` is then unchanged.
     """
+    names = names or ("published" if to in PUBLISHED else "stored")
+    if names == "published":
+        checkpoint = with_published_names(checkpoint)
+    elif names == "live":
+        checkpoint = with_live_names(checkpoint)
     plan = partial(planner(to), checkpoint, Choices(dtype, max_shard_size, optimizer))
     return carry_out(checkpoint, plan, place(out), single=is_single(to, place(out)), **options)
 

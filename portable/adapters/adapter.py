@@ -207,6 +207,11 @@ class Adapter:
         return {name: tensors[key] for name, key in self._files.items()}
 
     @property
+    def file_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the trained tensors, by their names in peft's files."""
+        return {saved: tuple(self._shapes[name]) for name, saved in self._files.items()}
+
+    @property
     def files(self) -> list[str]:
         """The names of the trained tensors in peft's files, in the model's order."""
         return list(self._files.values())

@@ -263,6 +263,68 @@ def unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> li
     return [key for key, name in unclaimed.items() if name in info.unexpected_keys]
 
 
+@_transformers.needed_for("checkpoint.export")
+def name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """The rules by which transformers reads the published files of ``model``, without those of old files.
+
+    They have the form of ``converters/names/published_names.json``.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return [rule_of(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)]
+
+
+_RULE_KINDS = {
+    "WeightRenaming": "rename",
+    "WeightConverter": "convert",
+    "PrefixChange": "prefix",
+    "GroupWeightRename": "group",
+    "Inkling2IndexOffsetWeightRename": "shift",
+    "LayerPairCollapse": "pairs",
+}
+_OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
+    "MergeModulelist": lambda op: ["stack", op.dim],
+    "SplitModulelist": lambda op: ["unstack", op.dim],
+    "Concatenate": lambda op: ["cat", op.dim, op.num_shards_attribute],
+    "Chunk": lambda op: ["chunk", op.dim, op.num_shards_attribute],
+    "Split": lambda op: ["split", op.dim],
+    "Transpose": lambda op: ["transpose", op.dim0, op.dim1, op.check_dims],
+    "Interleave": lambda op: ["interleave", op.dim, op.inverse],
+    "PermuteForRope": lambda op: ["rope", op.subconfig_key, op.permute_layer_names, op.inverse],
+    "ErnieFuseAndSplitTextVisionExperts": lambda op: ["fuse_experts", op.stack_dim, op.concat_dim],
+    "ErnieSplitAndDecoupleTextVisionExperts": lambda op: ["part_experts", op.stack_dim, op.concat_dim],
+    "Inkling2LoopMergeMessageQueries": lambda op: ["merge_queries", op.inverse],
+    "Inkling2UnpadVocab": lambda op: ["unpad", op.inverse],
+    "Inkling2LoopDequantizeExperts": lambda op: ["plain_experts"],
+}
+
+
+def rule_of(transform: Any) -> dict[str, Any]:
+    """One rule of transformers, in both directions, as JSON."""
+    found = {
+        "kind": _RULE_KINDS[type(transform).__name__],
+        "read": _direction(transform),
+        "write": _direction(transform.reverse_transform()),
+    }
+    if transform.scope_prefix is not None:
+        found |= {"scope": transform.scope_prefix, "base": transform.base_model_prefix}
+    return found
+
+
+def _direction(transform: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "find": transform.compiled_sources.pattern,
+        "sources": list(transform.source_patterns),
+        "targets": list(transform.target_patterns),
+    }
+    if operations := getattr(transform, "operations", None):
+        known = [(type(op).__name__, op) for op in operations]
+        found["ops"] = [_OPERATIONS.get(name, lambda _, name=name: [name])(op) for name, op in known]
+    if offset := getattr(transform, "offset", 0):
+        found["offset"] = offset
+    return found
+
+
 @_transformers.needed_for("model.name_or_path: a quantized checkpoint")
 def dequantizes_on_loading(quantization: Mapping[str, Any]) -> bool:
     """Whether a quantization config can ask for floats, by its key ``dequantize``."""

@@ -53,6 +53,8 @@ def model_card(
     model_type: str,
     data: str,
     metrics: Sequence[Mapping[str, Any]],
+    copied: Sequence[str] = (),
+    lost: Sequence[str] = (),
 ) -> str:
     """The text of the card.
 
@@ -65,6 +67,8 @@ def model_card(
         model_type: transformers' name of its kind.
         data: the data in words.
         metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
+        copied: Names of tensors that were copied from the base model without training.
+        lost: Names of tensors of the base model that the export lacks.
     """
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
@@ -97,6 +101,7 @@ def model_card(
             "",
             f"Trained on: {_FOLDER.sub('', data)}.",
             "",
+            *_untrained(copied, lost),
             *_usage(loader, name, rows, alone=alone),
             "```sh",
             *(f"{use}    # {what}" for what, use in commands),
@@ -145,6 +150,18 @@ def _origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, al
     what = "an adapter for it" if alone else "with an adapter merged into it"
     digest = adapter.identity["base"]
     return f"Base model: {base}, {what}." + (f" Fingerprint of its weights: `{digest}`." if digest else "")
+
+
+def _untrained(copied: Sequence[str], lost: Sequence[str]) -> list[str]:
+    """Paragraphs about the tensors of the base model that transformers does not load."""
+    lines = []
+    if copied:
+        names = ", ".join(f"`{name}`" for name in copied)
+        lines += [f"Not trained, but copied from the base model: {names}.", ""]
+    if lost:
+        names = ", ".join(f"`{name}`" for name in lost)
+        lines += [f"Tensors of the base model that are missing here: {names}.", ""]
+    return lines
 
 
 def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> list[str]:

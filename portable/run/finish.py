@@ -14,6 +14,7 @@ from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words, shape_hints
+from portable.model.published import shortened
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.reporting.card import CARD, model_card, usage
@@ -175,6 +176,11 @@ def finish(
     if run.complete and prepared.config.checkpoint.export and exported is not None:
         final = place / FINAL
         export_with_card(prepared, folder, exported, final)
+        for note in _notes_on_untrained(*_untrained(prepared)):
+            reporter.say(note)
+        if prepared.adapter is None and (left := prepared.names.left_out):
+            told = ", ".join(f"{name} ({why})" for name, why in left.items())
+            reporter.say(f"note: not copied from the base model: {told}")
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
     try:
@@ -206,6 +212,31 @@ def finish(
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
+def _untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
+    """Return the tensors that transformers does not load: those copied from the base, and those missing.
+
+    Numbers in names are replaced by `*`.
+    """
+    if prepared.adapter is not None:
+        return [], []
+    return shortened(prepared.names.not_loaded), prepared.names.lost
+
+
+def _notes_on_untrained(copied: list[str], lost: list[str]) -> list[str]:
+    notes = []
+    if copied:
+        notes.append(
+            f"note: copied from the base model without training, because transformers does not load them: "
+            f"{', '.join(copied)}"
+        )
+    if lost:
+        notes.append(
+            f"warning: checkpoint.export: the base model is not here, so {FINAL} lacks tensors that "
+            f"transformers does not load: {', '.join(lost)}"
+        )
+    return notes
+
+
 def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:
     """Write the model of a checkpoint, or its adapter, with a model card.
 
@@ -217,6 +248,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
     """
     adapter, config = prepared.adapter, prepared.config
     last = step_of(checkpoint.name)
+    copied, lost = _untrained(prepared)
     rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
     text = model_card(
         config,
@@ -225,6 +257,8 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         model_type=prepared.model_config.model_type,
         data=prepared.data.description,
         metrics=rows,
+        copied=copied,
+        lost=lost,
     )
     with scratch_folder("portable-card") as temporary:
         card = temporary / CARD
@@ -248,4 +282,5 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
             like=like,
             beside=beside,
             average=config.checkpoint.export_ema,
+            publish=prepared.names.publish if adapter is None else None,
         )

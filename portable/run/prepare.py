@@ -20,6 +20,7 @@ from portable.model.document_attention import packing_notes
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
+from portable.model.published import PublishedNames
 from portable.model.reach import name_parts, unreached_names
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
@@ -67,6 +68,10 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     best_tracker = judge_of(config, data.evals, metrics)
     assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
+    if adapter is not None and config.checkpoint.export in ("merged", "like_base"):
+        from portable.adapters.merge_check import check_merge
+
+        check_merge(adapter)  # refused now, not after the last step
     reference = None
     if config.train.loss is not None:
         from portable.run.precompute import add_computed, reference_of
@@ -77,6 +82,9 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     length = total_steps(config, data.train.epoch_samples)
     if (reason := too_long_a_warmup(config.train, length)) is not None:
         raise UserError(reason)
+    published = PublishedNames(config.model, model)
+    if adapter is None and config.checkpoint.export == "like_base":
+        published.check_like_base()  # refused now, not after the last step
     notes = [*notes_on(resolved, assembled, model_config, data.sizes), *label_notes]
     return Prepared(
         resolved=resolved,
@@ -86,6 +94,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         data=data,
         model=model,
         adapter=adapter,
+        names=published,
         grown_from=assembled.grown_from,
         architecture=type(model).__name__,
         parameters=parameter_count(model),

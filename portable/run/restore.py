@@ -201,6 +201,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 blueprint = _blueprint(prepared)
                 _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
+            prepared.names.resume(checkpoint)
             if prepared.data.streams:
                 try:
                     prepared.data.train.adopt(json.loads(state.metadata.get("streams", "{}")))
@@ -255,7 +256,7 @@ def _initialize(
     if adapter is not None:
         adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
-        for note in pretrained.notes():
+        for note in (*pretrained.notes(), *([] if adapter is not None else prepared.names.notes())):
             tell(note)
     if pretrained.missing:
         # A new head, for example: initialize what the checkpoint lacks, then load the rest.

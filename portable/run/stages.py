@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from portable.evaluation.best_tracker import BestTracker
     from portable.evaluation.metrics import MetricSet
     from portable.loop import Progress
+    from portable.model.published import PublishedNames
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
     from portable.registry import World
@@ -53,6 +54,7 @@ class Prepared:
         data: tokenizer, samples and their order.
         model: on the meta device until an engine fills it.
         adapter: in ``model``; None if all of it is trained.
+        names: the names of ``model`` in published files.
         grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
@@ -76,6 +78,7 @@ class Prepared:
     data: Data
     model: PreTrainedModel
     adapter: Adapter | None
+    names: PublishedNames
     grown_from: int | None
     architecture: str
     parameters: int
