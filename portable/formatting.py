@@ -23,8 +23,8 @@ def human_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def short_count(count: int) -> str:
-    """Format a count with three digits: ``950``, ``412M``, ``4.3B``."""
+def format_short_count(count: int) -> str:
+    """Format a count with at most three digits, such as ``950``, ``412M`` or ``4.3B``."""
     value, units = float(count), iter(("", "K", "M", "B", "T"))
     unit = next(units)
     while value >= 999.5 and (larger := next(units, None)) is not None:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of models that take text and other inputs, each of the class that checkpoints publish."""
+"""Tiny checkpoints of composite models, each of the class that published checkpoints use."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LINEAR = {
 }
 
 
-def _sections(*sizes: int) -> dict[str, Any]:
+def _build_rope_sections(*sizes: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}}
 
 
 _TEXT: dict[str, dict[str, Any]] = {
     "qwen3_5": _LINEAR,
     "qwen3_5_moe": _LINEAR,
-    "qwen2_vl": _sections(1, 1, 2),
-    "qwen2_5_vl": _sections(1, 1, 2),
-    "qwen2_5_omni_thinker": _sections(1, 1, 2),
-    "glm46v": _sections(1, 1, 2),
-    "glm4v": _sections(1, 1, 2),
-    "glm4v_moe": _sections(0, 1, 1),
+    "qwen2_vl": _build_rope_sections(1, 1, 2),
+    "qwen2_5_vl": _build_rope_sections(1, 1, 2),
+    "qwen2_5_omni_thinker": _build_rope_sections(1, 1, 2),
+    "glm46v": _build_rope_sections(1, 1, 2),
+    "glm4v": _build_rope_sections(1, 1, 2),
+    "glm4v_moe": _build_rope_sections(0, 1, 1),
 }
 """Changes to the text config of :func:`tiny_config`."""
 _VISION: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ _VISION: dict[str, dict[str, Any]] = {
 """Changes to the vision config of :func:`tiny_config`."""
 
 
-def composite_config(model_type: str, *, named: bool = True, **changes: Any) -> Any:
+def build_composite_config(model_type: str, *, named: bool = True, **changes: Any) -> Any:
     """Return a tiny config of a composite model.
 
     Args:
@@ -65,14 +65,24 @@ def composite_config(model_type: str, *, named: bool = True, **changes: Any) -> 
 
 
 def write_composite(folder: Path, model_type: str, corpus: Path, **changes: Any) -> Path:
-    """Write a checkpoint whose parameters all differ from their initial values, with a tokenizer."""
+    """Write a checkpoint with a tokenizer, in which no parameter has its initial value.
+
+    Args:
+        folder: Folder to write to.
+        model_type: The model type of transformers.
+        corpus: Text file on which the tokenizer is trained.
+        changes: Other values for the keys of the config.
+
+    Returns:
+        The folder.
+    """
     import torch
     import transformers
 
     from portable.data.dataset import build_data
     from tests.runs import configured
 
-    config = composite_config(model_type, **changes)
+    config = build_composite_config(model_type, **changes)
     torch.manual_seed(1)
     model = getattr(transformers, config.architectures[0])(config).to(torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Check before the first step that an adapter can be merged into its base after the last."""
+"""Check that an adapter can be merged into its base model, before the run trains it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 def check_merge(adapter: Adapter) -> None:
-    """Find everything that the adapter changes in the files of its base, from names and shapes.
+    """Check that every tensor that the adapter changes is in the base model's files and can be changed.
+
+    The check uses only names and shapes.
+
+    Args:
+        adapter: The adapter.
 
     Raises:
-        UserError: The base lacks a parameter, or stores it in a form that cannot be changed.
+        UserError: If the base model lacks a parameter, or stores it in a format that cannot be changed.
     """
     if adapter.base is None:
         return
@@ -30,17 +35,17 @@ def check_merge(adapter: Adapter) -> None:
             for name, shape in adapter.file_shapes.items()
         }
         try:
-            found = find_adapter(Checkpoint(format="adapter", root=folder, tensors=tensors, ties=False))
-            if found is not None:
-                check_base(found, adapter.base)
+            opened = find_adapter(Checkpoint(format="adapter", root=folder, tensors=tensors, ties=False))
+            if opened is not None:
+                check_base(opened, adapter.base)
         except CheckpointError as error:
-            # The adapter is not written yet, so its temporary folder means nothing to the user.
+            # Hide the temporary folder, because the user has not exported the adapter yet.
             reason = str(error).replace(str(folder), "the adapter")
             raise UserError(f"checkpoint.export: {reason}") from error
 
 
 class _Unread(Memory):
-    """The bytes of a tensor that is never read, because only its shape matters."""
+    """Placeholder for the bytes of a tensor of which only the shape is used."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(b"")

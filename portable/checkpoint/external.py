@@ -19,7 +19,7 @@ from converters.naming import with_live_names
 from portable.checkpoint.store import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
-from portable.model.published import rules_of_model
+from portable.model.published import build_name_rules
 from portable.paths import exists, read_json, storage_errors
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ class ExternalCheckpoint:
         return {}
 
     def named_for(self, model: Any) -> ExternalCheckpoint:
-        """Return this checkpoint with the names of ``model`` in memory.
+        """Return this checkpoint with the names that ``model`` uses in memory.
 
-        torchtitan has other names for Llama, and the published names of many models differ from those in
-        memory.
+        torchtitan uses its own names for Llama, and the published names of many models differ from the names
+        in memory.
 
         Raises:
             CheckpointError: if the sizes differ from those of ``model``.
@@ -153,7 +153,7 @@ class ExternalCheckpoint:
             live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
             if self.checkpoint.tensors.keys() <= live.keys():
                 return self
-            return replace(self, checkpoint=with_live_names(self.checkpoint, rules_of_model(model), live))
+            return replace(self, checkpoint=with_live_names(self.checkpoint, build_name_rules(model), live))
         named = as_transformers_llama(
             self.checkpoint, heads=config.num_attention_heads, key_value_heads=config.num_key_value_heads
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from converters import CheckpointError
 from portable.model.parameters import stored_tensors, tied_names
-from portable.model.reach import unreached_names
+from portable.model.reach import get_unreached_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,7 @@ def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
     if checkpoint.optimizer is None:
         raise CheckpointError(f"{checkpoint.root}: has no optimizer state")
     optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
-    optimizer, unreached = {}, unreached_names(model)
+    optimizer, unreached = {}, get_unreached_names(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -140,27 +140,28 @@ def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfi
     _check_keys(config, settings.config)
     values = config.to_dict()
     changes = dict(settings.config)
-    if isinstance(rope := values.get("rope_parameters"), dict) and not _nested(rope):
+    if isinstance(rope := values.get("rope_parameters"), dict) and not _get_rope_per_layer_type(rope):
         moved = {key: changes.pop(key) for key in _ROPE_KEYS if key in changes}
         changes |= {"rope_parameters": {**moved, **changes.get("rope_parameters", {})}} if moved else {}
     for key, value in changes.items():
         inside = values.get(key)
         values[key] = {**inside, **value} if isinstance(inside, dict) and isinstance(value, dict) else value
     try:
-        found = type(config).from_dict(values)
-        _check_rope(found, settings.config)
+        changed_config = type(config).from_dict(values)
+        _check_rope(changed_config, settings.config)
     except UserError:
         raise
     except Exception as error:  # whatever the checks of its class raise
         raise UserError(f"model.config: {one_line(error)}") from error
     if not settings.from_scratch:
-        before, after = (build_model(copy.deepcopy(one), settings) for one in (config, found))
+        before = build_model(copy.deepcopy(config), settings)
+        after = build_model(copy.deepcopy(changed_config), settings)
         if _shapes(before) != _shapes(after) or tied_names(before) != tied_names(after):
             raise UserError(
                 f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights of "
                 f"{settings.name_or_path}; leave it out, or set model.init to scratch"
             )
-    return found
+    return changed_config
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
@@ -183,19 +184,28 @@ _PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task
 
 
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
-"""Keys of published config.json files that transformers 5 keeps inside ``rope_parameters``."""
+"""Keys in published config.json files that transformers 5 stores inside ``rope_parameters``."""
 
 
-def _nested(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rope parameters of each layer type; empty if all layers share them."""
+def _get_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rope parameters of each layer type, or an empty list if all layers share them."""
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
 def _check_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    """Raise UserError for a rope setting that has no effect, because each layer type has its own value."""
+    """Check that each rope setting has an effect.
+
+    Args:
+        config: The config that was built from the settings.
+        given: The settings of ``model.config``.
+
+    Raises:
+        UserError: If a setting has no effect, because each layer type has its own value.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
+    scopes = (rope, *_get_rope_per_layer_type(rope))
     for key in _ROPE_KEYS:
-        if key in given and rope and not any(one.get(key) == given[key] for one in (rope, *_nested(rope))):
+        if key in given and rope and not any(scope.get(key) == given[key] for scope in scopes):
             raise UserError(
                 f"model.config.{key}: has no effect on {type(config).__name__}; set it in "
                 "model.config.rope_parameters"
@@ -294,12 +304,20 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
 
 
 def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
-    """Build the model of ``run`` as :func:`build_model` does, and freeze what the run does not train.
+    """Build the model of a run with :func:`build_model` and freeze the parameters that it does not train.
 
-    Parameters that the loss does not reach are frozen and recorded; see :mod:`portable.model.reach`.
+    Parameters that the loss does not depend on are recorded and frozen as well; see
+    :mod:`portable.model.reach`.
+
+    Args:
+        config: The transformers config of the model.
+        run: The config of the run.
+
+    Returns:
+        The model on the meta device.
 
     Raises:
-        UserError: as :func:`build_model`, and for patterns of parameters that do not fit the model.
+        UserError: If :func:`build_model` raises one, or a parameter pattern does not match the model.
     """
     model = build_model(config, run.model)
     compute = COMPUTE.get(run.precision, torch.float32)
@@ -309,9 +327,9 @@ def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
     unreached = find_unreached(model, seq_len=run.data.longest, whole_output=whole_output)
     mark_unreached(model, unreached)
     if run.memory.offload_params == "nvme":
-        unreached = (
-            frozenset()
-        )  # DeepSpeed does not save frozen parameters from nvme; these keep their values
+        # DeepSpeed does not save frozen parameters that are offloaded to nvme. Parameters without a gradient
+        # keep their values even if they are not frozen.
+        unreached = frozenset()
     if run.train.freezes or unreached:
         freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32, unreached)
     return model
@@ -334,13 +352,21 @@ def _no_warning(*_: Any) -> None:
 
 
 def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
-    """Find the class to build for ``config``: a transformers model class, or the Auto class of the task.
+    """Select the class to build for ``config``.
 
-    For ``causal-lm``, a checkpoint trains as the class that its ``architectures`` names, if that class
-    generates text. A model from a config alone, and code from the hub, are left to the Auto class.
+    For ``causal-lm``, a checkpoint is trained as the class listed in its ``architectures`` if that class
+    accepts text and other inputs and generates text. Otherwise, the Auto class of the task is used or, if it
+    does not support the model type of the checkpoint, the model type's class for text and other inputs.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the config.
+
+    Returns:
+        A transformers model class, or an Auto class.
 
     Raises:
-        UserError: if transformers has no class for this type of model and this task.
+        UserError: If transformers has no class for this model type and task.
     """
     import transformers
 
@@ -351,27 +377,31 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     own = of_transformers.find_class(auto_class, config)
     if settings.task != "causal-lm":
         if own is None:
-            raise UserError(_lacks_task(config, settings))
+            raise UserError(_explain_missing_class(config, settings))
         return auto_class
     composite = None
     if settings.name_or_path is not None:
-        if remote and (found := next((name for name in _COMPOSITE_CLASSES if name in remote), None)):
-            return getattr(transformers, found)
-        composite = None if getattr(config, "is_encoder_decoder", False) else _composite_class(config)
+        remote_class = next((name for name in _COMPOSITE_CLASSES if name in (remote or ())), None)
+        if remote_class is not None:
+            return getattr(transformers, remote_class)
+        composite = None if getattr(config, "is_encoder_decoder", False) else _find_composite_class(config)
         if composite is not None and composite.__name__ in (config.architectures or ()):
             return composite
     if own is not None:
         return auto_class
     if composite is None:
-        raise UserError(_lacks_task(config, settings))
+        raise UserError(_explain_missing_class(config, settings))
     return composite
 
 
 def find_pretrained_class(name: str) -> Any:
-    """Find the class with which a run would train the causal language model ``name``.
+    """Find the class that a run builds to train a pretrained causal language model.
 
     Args:
-        name: A local folder or a model on the hub.
+        name: Local folder, or name of a model on the Hub.
+
+    Returns:
+        A transformers model class, or an Auto class.
     """
     from transformers import AutoConfig
 
@@ -381,21 +411,21 @@ def find_pretrained_class(name: str) -> Any:
     return _find_class(AutoConfig.from_pretrained(name), settings)
 
 
-def _composite_class(config: PretrainedConfig) -> Any:
-    """Return the class of a model that takes text and other inputs, or None if ``config`` has none."""
+def _find_composite_class(config: PretrainedConfig) -> Any:
+    """Return the class for ``config`` that accepts text and other inputs, or None if there is none."""
     import transformers
 
     autos = (getattr(transformers, name, None) for name in _COMPOSITE_CLASSES)
     classes = (of_transformers.find_class(auto, config) for auto in autos if auto is not None)
-    return next((found for found in classes if found is not None), None)
+    return next((model_class for model_class in classes if model_class is not None), None)
 
 
 _COMPOSITE_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
-"""Auto classes of models that take text and other inputs, and generate text; the first has more types."""
+"""Auto classes of models that accept text and other inputs and generate text, in order of preference."""
 
 
-def _lacks_task(config: PretrainedConfig, settings: ModelConfig) -> str:
-    """Return the error message for a model type that has no class for the task."""
+def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> str:
+    """Build the error message for a model type that has no class for the task."""
     import transformers
 
     name = (config.architectures or [f"a model of type {config.model_type}"])[0]
@@ -408,7 +438,9 @@ def _lacks_task(config: PretrainedConfig, settings: ModelConfig) -> str:
     if tasks:
         remedy = f"set model.task to {' or '.join(tasks)}"
     elif settings.name_or_path is None and text is not config:
-        remedy = f"set model.config.model_type to {text.model_type}, or name a checkpoint in name_or_path"
+        remedy = (
+            f"set model.config.model_type to {text.model_type}, or set model.name_or_path to a checkpoint"
+        )
     else:
         remedy = "choose another model"
     return f"{settings.key}: transformers cannot build {name} for model.task {settings.task}; {remedy}"
@@ -506,9 +538,9 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
         raise
     except Exception as error:
         name = type(model).__name__
-        if isinstance(error, TypeError | ValueError) and type(model) is _composite_class(model.config):
+        if isinstance(error, TypeError | ValueError) and type(model) is _find_composite_class(model.config):
             raise UserError(
-                f"{key}: {name} does not run on text alone ({one_line(error)}); choose a model that does"
+                f"{key}: {name} requires other inputs besides text ({one_line(error)}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(

@@ -85,7 +85,7 @@ TEXT_PARTS = frozenset(
         "qwen3_vl_text",
     }
 )
-"""Types of the text parts of composite models in :data:`KEEP_DOCUMENTS_APART` without a causal class."""
+"""Model types of the text configs of composite models in :data:`KEEP_DOCUMENTS_APART`."""
 
 READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
 """Of these, the types whose layers compute with the mask themselves, so that it must be a tensor."""
@@ -95,7 +95,7 @@ _MASKED = ("sdpa", "eager", "flex_attention")
 LAYERS_THAT_KEEP_DOCUMENTS_APART = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe"}
 )
-"""Layer types of transformers that only mix tokens by attention under a mask, or mix no tokens."""
+"""Layer types of transformers that mix tokens only by masked attention, or do not mix tokens."""
 LAYERS_WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types of transformers that carry a state along a sequence."""
 OTHER_LAYERS = frozenset(
@@ -107,7 +107,7 @@ OTHER_LAYERS = frozenset(
         "reference_sliding_attention",
     }
 )
-"""Layer types of transformers that no test has compared yet."""
+"""Layer types of transformers that no test covers yet."""
 
 
 def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
@@ -122,7 +122,7 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
         _masks_of(kernel) is not _masks_of("flash_attention_2") or "flash" not in kernel
     ):
         raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
-    why = find_mixing(config)
+    why = explain_mixing(config)
     if why is None and not _is_causal(model):
         why = "attends in both directions; set is_decoder: true in its config"
     if why is None:
@@ -131,10 +131,14 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
     raise UserError(f"{key}: {type(model).__name__} {why}; {remedy}")
 
 
-def find_mixing(config: PretrainedConfig) -> str | None:
-    """Return why the documents of a packed sample might see each other, as a verb phrase.
+def explain_mixing(config: PretrainedConfig) -> str | None:
+    """Explain why attention in a model might cross the document boundaries of a packed sample.
 
-    Returns None if a model of this config is known to keep documents apart.
+    Args:
+        config: The transformers config of the model.
+
+    Returns:
+        The reason, as a verb phrase. None if a test has shown that the model type keeps documents apart.
     """
     layers = getattr(config.get_text_config(), "layer_types", None) or ()
     others = [layer for layer in layers if layer not in LAYERS_THAT_KEEP_DOCUMENTS_APART]
@@ -142,40 +146,54 @@ def find_mixing(config: PretrainedConfig) -> str | None:
         return f"has layers of type {stateful}, which carry a state from one text to the next"
     if others:
         return f"has layers of type {others[0]}, which were not found to keep packed texts apart"
-    part = config.get_text_config().model_type  # a composite model may have a text part of any type
+    part = config.get_text_config().model_type  # a composite model may have a text config of any type
     if config.model_type not in KEEP_DOCUMENTS_APART or part not in KEEP_DOCUMENTS_APART | TEXT_PARTS:
         return "was not found to keep packed texts apart"
     return None
 
 
 def choose_packing(config: RunConfig) -> RunConfig:
-    """Return ``config`` with the default of ``data.packing`` that fits the model.
+    """Choose the default of ``data.packing`` for the model.
 
-    The default for conversations is ``documents``. It becomes false for a model that might let the documents
-    of a packed sample see each other. A value that the user set stays.
+    The default for conversations is ``documents``. It becomes false if the model might mix the documents of a
+    packed sample. A value that the user has set is not changed.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        The config with the default.
     """
     if config.data.packing != "documents" or config.is_set("data.packing"):
         return config
     from portable.model.build import model_config
 
     try:
-        reason = find_mixing(model_config(config.model))
-    except UserError:  # reported where the model is built
+        reason = explain_mixing(model_config(config.model))
+    except UserError:  # building the model reports the error
         return config
     return config if reason is None else config.replaced({"data.packing": False})
 
 
-def packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
-    """Return a note if :func:`choose_packing` has changed the default of ``data.packing``."""
-    usual = derived(config).get("data.packing")  # of what the user has not set
-    if config.data.packing is not False or usual != "documents":
+def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
+    """List the notes for the user about a default that :func:`choose_packing` has changed.
+
+    Args:
+        config: The config of the run.
+        model: The model.
+
+    Returns:
+        At most one note.
+    """
+    default = derived(config).get("data.packing")  # missing if the user has set the value
+    if config.data.packing is not False or default != "documents":
         return []
-    reason = find_mixing(model.config)
+    reason = explain_mixing(model.config)
     if reason is None:
         return []
     return [
         f"data.packing is false, because {type(model).__name__} {reason}; set data.packing: true to pack "
-        "texts that may see each other"
+        "texts without separating them"
     ]
 
 

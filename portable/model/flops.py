@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from portable.model.layers import transformer_layers
 from portable.model.parameters import token_embedding
 from portable.model.quantized import QuantizedLinear
-from portable.model.reach import unreached_names
+from portable.model.reach import get_unreached_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +48,7 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     embedding = token_embedding(model)
     head: Any = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    unreached = unreached_names(model)  # such as the vision tower, which text does not run through
+    unreached = get_unreached_names(model)  # such as the vision tower, which text does not reach
     layers = [
         {id(p) for p in layer.parameters()}
         for prefix, layer in transformer_layers(model)

@@ -57,7 +57,7 @@ def freeze_by_pattern(
         model: on the meta device.
         settings: the section ``train``.
         dtype: in which engines store the frozen parameters.
-        unreached: parameters that the loss does not reach. They are frozen as well, unless
+        unreached: Names of the parameters that the loss does not depend on. They are frozen as well, unless
             ``train.trainable`` matches them.
 
     Raises:

@@ -8,7 +8,7 @@ from torch import nn
 
 from portable.errors import require
 from portable.model.parameters import matching
-from portable.model.reach import unreached_names
+from portable.model.reach import get_unreached_names
 from portable.optim.optimizers import Group
 from portable.private import of_transformers
 
@@ -76,10 +76,10 @@ def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
         settings.optimizer != "muon" or bool(matrices & trained),
         "train.optimizer: muon is for the matrices of transformer layers, and none is trained; use adamw",
     )
-    made, unreached = {}, unreached_names(model)
+    made, unreached = {}, get_unreached_names(model)
     for name in every:
         if name in trained:
-            # A parameter without a gradient must keep its value. ZeRO gives it a gradient of zeros.
+            # A parameter without a gradient must keep its value, but ZeRO gives it a gradient of zeros.
             place, spared = number.get(name, 0), name not in decays or name in unreached
             rate, decay = settings.learning_rate, settings.weight_decay
             if place:

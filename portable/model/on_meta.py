@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LARGEST = 1 << 22
-"""Elements of the largest tensor that is created on the host. Tables in buffers are smaller."""
+"""Elements of the largest tensor that is created on the host. Buffers are smaller than this."""
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
 
 
@@ -21,8 +21,9 @@ _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, tor
 def large_tensors_on_meta() -> Iterator[None]:
     """Within this context, create tensors of more than ``_LARGEST`` elements on the meta device.
 
-    A constructor creates each parameter on the host before it moves to the meta device. The stacked experts
-    of one layer can take tens of gigabytes. Small tensors stay on the host, because buffers need values.
+    A constructor creates each parameter on the host before it is moved to the meta device, and the stacked
+    experts of one layer can take up tens of gigabytes. Small tensors stay on the host, because buffers need
+    values.
     """
     with _LargeOnMeta():
         yield
@@ -33,12 +34,12 @@ class _LargeOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES and kwargs.get("device") is None and _elements(args, kwargs) > _LARGEST:
+        if func in _FACTORIES and kwargs.get("device") is None and _count_elements(args, kwargs) > _LARGEST:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
 
-def _elements(args: Any, kwargs: dict[str, Any]) -> int:
-    """Return the number of elements that a factory function of torch would create."""
+def _count_elements(args: Any, kwargs: dict[str, Any]) -> int:
+    """Count the elements of the tensor that a factory function of torch would create."""
     size = kwargs.get("size", args[0] if args and isinstance(args[0], list | tuple) else args)
     return math.prod(size)

@@ -1,8 +1,8 @@
-"""The names of a run's model in published files, and what the run does not train of its base.
+"""Published names and shapes of a run's model, and the tensors and files that are copied from its base.
 
-transformers renames and rearranges many tensors while it loads a checkpoint. What a run exports has the
-names and shapes of the checkpoint that it started from, or the default ones of its model type. A checkpoint
-of a run records the rules, so that it can be exported or converted without the base.
+transformers renames and rearranges many tensors while it loads a checkpoint. A run exports its model with the
+names and shapes of the checkpoint that it started from, or with the defaults of the model type. Each
+checkpoint of the run records the name rules, so it can be exported or converted without the base model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 20
 _SHARD = re.compile(r"model-\d{5}-of-\d{5,6}\.safetensors")
-# A run writes these itself, or they describe how the base was quantized.
+# These files are not copied: the run writes its own, or the file describes the quantization of the base.
 _OWN_FILES = {
     "README.md",
     "config.json",
@@ -51,25 +51,25 @@ _OWN_FILES = {
 }
 
 
-def rules_of_model(model: PreTrainedModel) -> NameRules:
-    """Return the rules by which the installed transformers reads the published files of a model."""
+def build_name_rules(model: PreTrainedModel) -> NameRules:
+    """Build the name rules that the installed transformers applies when it loads a model's files."""
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
-    rules = tuple(parse_rule(value) for value in of_transformers.name_rules(model))
+    rules = tuple(parse_rule(value) for value in of_transformers.list_name_rules(model))
     return NameRules(rules, model.base_model_prefix, config)
 
 
 class PublishedNames:
-    """The published names of the model of a run.
+    """Published names of a run's model.
 
     Args:
-        settings: The settings of the model.
+        settings: The ``model`` section of the config.
         model: The model on the meta device, before an adapter or an engine changes it.
     """
 
     def __init__(self, settings: ModelConfig, model: PreTrainedModel) -> None:
         self._settings = settings
         self._architecture = type(model).__name__
-        self._default = rules_of_model(model)
+        self._default = build_name_rules(model)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._parameters = list(state_tensors(model))
         self._resumed: tuple[NameRules, list[str]] | None = None
@@ -77,7 +77,10 @@ class PublishedNames:
 
     @cached_property
     def base(self) -> Checkpoint | None:
-        """The checkpoint that the run started from, with floats; None if there is none or it is not here."""
+        """Checkpoint that the run started from, dequantized to floats.
+
+        None if the run starts from scratch or the base model is not available on this machine.
+        """
         if self._settings.from_scratch:
             return None
         try:
@@ -87,41 +90,51 @@ class PublishedNames:
 
     @cached_property
     def rules(self) -> NameRules:
-        """The rules for the names in the base's files, or the default ones of the model."""
+        """Rules for the names in the base model's files, or the default rules of the model type."""
         if self.base is not None:
             return used_rules(self._default, self.base.tensors)
         return self._default if self._resumed is None else self._resumed[0]
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Take over the record of the checkpoint that the run resumes from, in case the base is not here."""
+        """Adopt the recorded name rules of the checkpoint that the run resumes from.
+
+        They are used if the base model is not available on this machine.
+
+        Args:
+            checkpoint: The checkpoint that the run resumes from.
+        """
         if not self._settings.from_scratch:
             self._resumed = recorded_rules(checkpoint)
 
     @cached_property
     def not_loaded(self) -> list[str]:
-        """The tensors of the base that the model does not have, such as layers for several tokens at once."""
-        if self.base is None or not self._same_class:
+        """Names of base tensors that transformers does not load, such as multi-token prediction layers."""
+        if self.base is None or not self._has_base_class:
             return []
         return unclaimed(self.base.tensors, self.rules, self._live)
 
     @property
-    def _same_class(self) -> bool:
-        """Whether the base is a model of the same class, so that its other tensors belong to the export."""
+    def _has_base_class(self) -> bool:
+        """Whether the base is a model of the same class, so the export includes its remaining tensors."""
         assert self.base is not None
         named = read_small_table(self.base.companions.get("config.json")).get("architectures")
         return isinstance(named, list) and named[:1] == [self._architecture]
 
-    def notes(self) -> list[str]:
-        """Notes at the start of a run, for the user."""
-        names = ", ".join(shortened(self.not_loaded))
-        told = f"note: not trained, since transformers does not load them, but part of the export: {names}"
-        return [told] if names else []
+    def build_notes(self) -> list[str]:
+        """Build the notes that are shown to the user at the start of a run."""
+        names = ", ".join(collapse_numbers(self.not_loaded))
+        if not names:
+            return []
+        return [
+            "note: transformers does not load these tensors of the base model, so the run does not train "
+            f"them and copies them into the export: {names}"
+        ]
 
     def check_like_base(self) -> None:
-        """Check before the first step that the base has every tensor that is exported in its layout.
+        """Check that the base model has every tensor that is exported in its layout.
 
         Raises:
-            UserError: It lacks a tensor.
+            UserError: If the base model lacks one of the model's tensors.
         """
         if self.base is None:
             return
@@ -130,25 +143,33 @@ class PublishedNames:
         if lacking:
             raise UserError(
                 f"checkpoint.export: like_base: {self.base.root} has no {lacking[0]}, which the model has; "
-                "set checkpoint.export to true"
+                "set checkpoint.export: true"
             )
 
-    def write(self, folder: Path) -> None:
-        """Write the record of a checkpoint, from which it can be exported without the base."""
-        known = self._settings.from_scratch or self.base is not None or self._resumed is not None
-        if not known:
+    def write_record(self, folder: Path) -> None:
+        """Write the name rules into a checkpoint, so it can be exported without the base model.
+
+        Writes nothing if neither the base model nor a record of its names is available.
+
+        Args:
+            folder: The checkpoint.
+        """
+        if not self._settings.from_scratch and self.base is None and self._resumed is None:
             return
         record = rules_to_record(self.rules)
         if not self._settings.from_scratch:
-            record["not_loaded"] = self.lost or shortened(self.not_loaded)
+            record["not_loaded"] = self.missing or collapse_numbers(self.not_loaded)
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
     def write_small_files(self, folder: Path, *, tokenizer: bool) -> None:
-        """Copy the small files of the base that are not in a checkpoint yet, such as a processor's.
+        """Copy the base model's small files, such as a processor config, into a checkpoint.
+
+        Existing files are not overwritten.
 
         Args:
-            folder: The checkpoint, which has a config and a tokenizer of its own.
-            tokenizer: Whether the run uses the tokenizer of the base unchanged, so that its other files fit.
+            folder: The checkpoint, which already contains the run's config and tokenizer.
+            tokenizer: Whether to copy tokenizer files, which are valid only if the run uses the base model's
+                tokenizer unchanged.
         """
         for name, path in self._small_files.items():
             target = folder / name
@@ -162,17 +183,24 @@ class PublishedNames:
         folder = self._folder
         if folder is None:
             return {}
-        found = small_files_of(folder)
+        files = small_files_of(folder)
         if self._settings.trust_remote_code:
-            found |= custom_code(folder)
-        return {name: path for name, path in found.items() if name not in _OWN_FILES}
+            files |= custom_code(folder)
+        return {name: path for name, path in files.items() if name not in _OWN_FILES}
 
     @cached_property
-    def left_out(self) -> dict[str, str]:
-        """The files of the base that are not exported, with the reason; without weights and logs."""
-        told = {} if self._folder is None else left_out(self._folder)
-        plain = ("weights", "training state", "a log", "hidden")
-        return {n: why for n, why in told.items() if why not in plain and n not in self._small_files}
+    def skipped_files(self) -> dict[str, str]:
+        """Files of the base model that are not exported, each with the reason.
+
+        Weights, training state, logs, and hidden files are not listed.
+        """
+        reasons = {} if self._folder is None else left_out(self._folder)
+        expected = ("weights", "training state", "a log", "hidden")
+        return {
+            name: reason
+            for name, reason in reasons.items()
+            if reason not in expected and name not in self._small_files
+        }
 
     @cached_property
     def _folder(self) -> Path | None:
@@ -184,56 +212,69 @@ class PublishedNames:
             return None
 
     def publish(self, checkpoint: Checkpoint) -> tuple[Checkpoint, set[str]]:
-        """Return the model of a checkpoint of this run as it is exported, and what is as in the base.
+        """Convert a checkpoint of this run to the published names and shapes.
 
-        Tensors that transformers does not load, and frozen tensors, come from the base.
+        Frozen tensors, and tensors that transformers does not load, are read from the base model.
+
+        Args:
+            checkpoint: The checkpoint, without an adapter.
+
+        Returns:
+            The model to export, and the names of the tensors that are identical to the base model's.
         """
         if self.base is None:
             return with_published_names(checkpoint, self.rules), set()
         written = with_published_names(checkpoint, self.rules)
-        held = self.base.tensors
-        frozen = [name for name in written.tensors if name in self._frozen_files and name in held]
-        untouched = {name for name in frozen if _same_values(written.tensors[name], held[name])}
+        base = self.base.tensors
+        frozen = [name for name in written.tensors if name in self._frozen_files and name in base]
+        untouched = {name for name in frozen if _have_same_values(written.tensors[name], base[name])}
         untouched |= set(self.not_loaded) - written.tensors.keys()
-        tensors = {**written.tensors, **{name: held[name] for name in held if name in untouched}}
+        tensors = {**written.tensors, **{name: base[name] for name in base if name in untouched}}
         return written.with_tensors(tensors, {}, written.companions).with_shards(self._shards), untouched
 
     @property
     def _shards(self) -> dict[str, str]:
-        """The numbered file of each tensor of the base, as its index has it."""
+        """Shard file of each base tensor, as listed in the base model's index."""
         table = {} if self._folder is None else read_small_table(self._folder / INDEX).get("weight_map")
         files = table.items() if isinstance(table, dict) else ()
         return {name: file for name, file in files if isinstance(file, str) and _SHARD.fullmatch(file)}
 
     @property
-    def lost(self) -> list[str]:
-        """The tensors of the base that an export lacks, because the base is not here."""
+    def missing(self) -> list[str]:
+        """Names of base tensors that the export lacks because the base model is not available."""
         return self._resumed[1] if self.base is None and self._resumed is not None else []
 
     @cached_property
     def _frozen_files(self) -> set[str]:
-        """The published tensors that consist of frozen parameters only."""
+        """Published names of the tensors that consist only of frozen parameters."""
         files = to_files(self._live, self.rules)
-        return {name for name, values in files.items() if self._frozen.issuperset(values.sources())}
+        return {name for name, values in files.items() if self._frozen.issuperset(values.list_sources())}
 
 
-def shortened(names: Iterable[str]) -> list[str]:
-    """Replace numbers in the names by `*`, and merge equal names with their count."""
+def collapse_numbers(names: Iterable[str]) -> list[str]:
+    """Replace the numbers in tensor names with ``*`` and list each resulting name once.
+
+    Args:
+        names: Names of tensors.
+
+    Returns:
+        The names. If several tensors have the same name, it is followed by their count in parentheses.
+    """
     counts = Counter(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
     return [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
 
 
-def _same_values(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether a tensor of a checkpoint has the values of the base's, whatever the dtypes."""
+def _have_same_values(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether two tensors have the same shape and values, regardless of their dtypes."""
     if ours.shape != theirs.shape:
         return False
     try:
         step = max(1, _BLOCK // max(1, prod(ours.shape[1:])))
         for low in range(0, ours.shape[0] if ours.shape else 1, step):
             index = (slice(low, low + step),) if ours.shape else None
-            one, other = (tensor.read(index).astype(np.float64) for tensor in (ours, theirs))
-            if not np.array_equal(one, other, equal_nan=True):
+            our_rows, their_rows = (tensor.read(index).astype(np.float64) for tensor in (ours, theirs))
+            if not np.array_equal(our_rows, their_rows, equal_nan=True):
                 return False
-    except TypeError:  # no numbers
+    except TypeError:  # the dtype is not numeric
         return False
     return True

@@ -1,12 +1,12 @@
 """Find the parameters that the training loss does not depend on.
 
-Text does not reach the vision tower of a multimodal model, an indexer that only chooses positions, or a head
-that the task leaves unused. Such parameters never get a gradient. They are frozen, because an optimizer with
-flat state, such as DeepSpeed's, would otherwise apply weight decay to them.
+Examples are the vision tower of a multimodal model that is trained on text, an indexer that only selects
+positions, and a head that the task does not use. These parameters never receive a gradient. They are frozen,
+because an optimizer with flat state, such as DeepSpeed's, would otherwise apply weight decay to them.
 
-The autograd graph of a trial on the meta device decides, not the gradients of a batch: experts that no token
-has chosen yet are part of the graph. The result depends on the model and the task only, so that it is the
-same on all ranks, in a resumed run, and on every engine.
+The parameters are found from the autograd graph of a trial on the meta device rather than from the gradients
+of a batch, because experts that no token was routed to are also part of the graph. The result depends only on
+the model and the task, so it is identical on all ranks, in resumed runs, and on every engine.
 """
 
 from __future__ import annotations
@@ -33,40 +33,52 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHORT, _LONG, _LONGEST = 2, 512, 8192
-"""Tokens of the two trials; the second one has between ``_LONG`` and ``_LONGEST``, by the run's sequences."""
+"""Tokens of the first trial, and the limits for the second trial, which uses the run's sequence length."""
 _UNREACHED = "unreached_parameters"
 
 
-def unreached_names(model: nn.Module) -> frozenset[str]:
-    """Return the names that :func:`mark_unreached` has recorded; empty if none were recorded."""
+def get_unreached_names(model: nn.Module) -> frozenset[str]:
+    """Return the parameter names that :func:`mark_unreached` recorded on a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The names. Empty if none were recorded.
+    """
     names: frozenset[str] = vars(model).get(_UNREACHED, frozenset())
     return names
 
 
 def mark_unreached(model: nn.Module, names: frozenset[str]) -> None:
-    """Record on ``model`` which of its parameters never get a gradient."""
+    """Record on ``model`` which of its parameters never receive a gradient.
+
+    Args:
+        model: The model.
+        names: First names of the parameters.
+    """
     setattr(model, _UNREACHED, names)
 
 
 def find_unreached(
     model: PreTrainedModel, *, seq_len: int = _LONG, whole_output: bool = False
 ) -> frozenset[str]:
-    """Find the parameters that no gradient of the loss can reach.
+    """Find the parameters that the loss does not depend on.
 
     A first trial runs the complete model on two tokens. If it leaves parameters unreached, a second trial
-    runs one layer of each kind on a long sequence, because some models skip modules for short sequences.
+    runs one layer of each kind on a long sequence, because some models skip modules on short sequences.
 
     Args:
-        model: The model on the meta device, without an adapter; not changed.
-        seq_len: The number of tokens in a sequence of the run.
-        whole_output: Whether a custom loss may use every output of the model, and not only its logits.
+        model: The model on the meta device, without an adapter. It is not modified.
+        seq_len: Sequence length of the run, in tokens.
+        whole_output: Whether the loss may depend on every model output instead of only the logits.
 
     Returns:
-        The first names of the parameters. Empty if the graph cannot be built on the meta device, because the
-        control flow depends on tensor values.
+        First names of the parameters. Empty if the graph cannot be built on the meta device, for example
+        because control flow depends on tensor values.
     """
     try:
-        full = _reached(copy.deepcopy(model), _SHORT, whole_output=whole_output)
+        full = _trace_reached(copy.deepcopy(model), _SHORT, whole_output=whole_output)
         unreached = {name for name, _ in model.named_parameters()} - full
         if not unreached:
             return frozenset()
@@ -74,17 +86,23 @@ def find_unreached(
         bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if isinstance(bound, int) and bound > 0:
             length = min(length, max(bound // 2, min(seq_len, bound)))
-        reached = _reached(one_layer_per_kind(model), length, whole_output=whole_output)
-    except Exception:  # models raise exceptions of any class for values that the meta device does not have
+        reached = _trace_reached(one_layer_per_kind(model), length, whole_output=whole_output)
+    except Exception:  # a model that reads tensor values on the meta device may raise any exception
         return frozenset()
-    return frozenset(unreached - _in_full_model(model, reached))
+    return frozenset(unreached - _map_to_full_model(model, reached))
 
 
-def _reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
-    """Return the names of the parameters of ``trial`` that get a gradient. Changes ``trial``."""
-    trial.to("meta").to(torch.bfloat16)  # the only dtype that every kernel supports
+def _trace_reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
+    """Run a forward and a backward pass and return the names of the parameters that receive a gradient.
+
+    Args:
+        trial: The model, which is modified.
+        length: Number of tokens.
+        whole_output: Whether the loss may depend on every model output.
+    """
+    trial.to("meta").to(torch.bfloat16)  # every kernel supports bfloat16, but not every kernel supports fp32
     trial.requires_grad_(True).train()
-    without_dropout(trial)  # layer dropout would leave out layers by chance
+    without_dropout(trial)  # layer dropout would skip layers at random
     _use_traceable_kernels(trial)
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
     inputs = {"input_ids": tokens}
@@ -93,7 +111,7 @@ def _reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
     terms = ModelTerms(trial)
     with torch.enable_grad(), no_value_checks(), terms.requested(tokens) as more:
         output = trial(**inputs, **more)
-        tensors = [output.logits, *(_tensors(output) if whole_output else ())]
+        tensors = [output.logits, *(_iterate_tensors(output) if whole_output else ())]
         total = torch.zeros((), device="meta")
         for tensor in tensors:
             if tensor.requires_grad:
@@ -101,13 +119,13 @@ def _reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
         loss = terms.added(total, output, share=1.0)
     try:
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-    except NotImplementedError:  # of indexing with a mask, whose gradients have no shape on the meta device
-        leaves = _leaves(loss)
+    except NotImplementedError:  # the backward pass of boolean indexing is not implemented on the meta device
+        leaves = _find_leaves(loss)
         return {name for name, parameter in trial.named_parameters() if id(parameter) in leaves}
     return {name for name, parameter in trial.named_parameters() if parameter.grad is not None}
 
 
-def _leaves(loss: Tensor) -> set[int]:
+def _find_leaves(loss: Tensor) -> set[int]:
     """Return the ids of the leaf tensors in the autograd graph of ``loss``."""
     nodes, seen, leaves = [loss.grad_fn], set(), set()
     while nodes:
@@ -124,57 +142,57 @@ def _leaves(loss: Tensor) -> set[int]:
 def _use_traceable_kernels(trial: Any) -> None:
     """Replace attention and expert kernels that do not run on the meta device.
 
-    The kernels of a run may change on resume, and must not change which parameters are frozen.
+    A resumed run may select other kernels, so the choice must not affect which parameters are frozen.
     """
     if of_transformers.attention_kernel(trial.config) not in ("sdpa", "eager"):
         trial.set_attn_implementation("sdpa")
     if "eager" in trial.get_experts_implementation().values():
-        with suppress(Exception):  # raised by models without experts in one tensor
+        with suppress(Exception):  # raised by models that do not stack their experts in one tensor
             trial.set_experts_implementation("grouped_mm")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested outputs of a model."""
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in a nested model output."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for entry in value.values():
-            yield from _tensors(entry)
+            yield from _iterate_tensors(entry)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _tensors(entry)
+            yield from _iterate_tensors(entry)
 
 
-def _in_full_model(model: nn.Module, names: set[str]) -> set[str]:
+def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
     """Map parameter names of :func:`one_layer_per_kind` to the names in ``model``."""
     kinds = list(layer_kinds(model).values())
     position = {name: number for number, (name, _) in enumerate(transformer_layers(model))}
-    kept: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
     prefixes: dict[str, list[str]] = {}
     for layers in sorted(kinds, key=lambda layers: position[layers[0]]):
         parent = layers[0].rpartition(".")[0]
-        prefixes[f"{parent}.{kept[parent]}"] = layers
-        kept[parent] += 1
-    found = set()
+        prefixes[f"{parent}.{counts[parent]}"] = layers
+        counts[parent] += 1
+    full_names = set()
     for name in names:
         prefix = next((p for p in prefixes if name.startswith(f"{p}.")), None)
         if prefix is None:
-            found.add(name)
+            full_names.add(name)
         else:
-            found.update(layer + name.removeprefix(prefix) for layer in prefixes[prefix])
-    return found
+            full_names.update(layer + name.removeprefix(prefix) for layer in prefixes[prefix])
+    return full_names
 
 
-def name_parts(model: PreTrainedModel, names: Collection[str], *, full: bool = False) -> list[str]:
-    """Describe parameters by the outermost modules that contain no others.
+def summarize_parameters(model: PreTrainedModel, names: Collection[str], *, full: bool = False) -> list[str]:
+    """Summarize parameters by the outermost modules that contain only these parameters.
 
     Args:
-        model: The model that has the parameters.
-        names: First names of its parameters.
+        model: The model.
+        names: First names of the parameters.
         full: Whether to keep the prefix of the base model.
 
     Returns:
-        The names of the modules or parameters. Repeated layers appear once, with ``*`` for the layer number.
+        Names of the modules or parameters. Repeated layers appear once, with ``*`` as the layer number.
     """
     others = {name for name, _ in model.named_parameters()} - set(names)
     parts: dict[str, None] = {}

@@ -62,8 +62,8 @@ def export(
         like: a quantized model, whose layout is written.
         beside: further files to write, by name.
         average: write the average of the weights.
-        publish: returns a model, without an adapter, as it is published, and the names of tensors that are
-            as in the model that it was trained from.
+        publish: Function that converts a checkpoint without an adapter to its published names and returns the
+            model and the names of the tensors that are identical to the base model's.
     """
     write = partial(_write, checkpoint, adapter, base, like, beside or {}, average, publish)
     try:

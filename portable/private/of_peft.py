@@ -48,8 +48,14 @@ def is_magnitude(module: nn.Module) -> bool:
 
 
 @_peft.needed_for("adapter")
-def refuses_module(settings: Any, model: nn.Module, name: str) -> bool:
-    """Return whether peft refuses to adapt the modules called ``name``, as in Mamba layers."""
+def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
+    """Return whether peft raises an error for a target module, as it does for ``out_proj`` in Mamba layers.
+
+    Args:
+        settings: peft's config.
+        model: The model that the adapter is added to.
+        name: Last component of the module's name.
+    """
     try:
         peft.tuners.tuners_utils._check_lora_target_modules_mamba(settings, model, name)
     except ValueError:

@@ -156,13 +156,13 @@ def model_class(auto_class: Any, config: PretrainedConfig) -> Any:
 def find_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``, or None if it has none."""
     try:
-        found = model_class(auto_class, config)
+        classes = model_class(auto_class, config)
     except KeyError:
         return None
-    if isinstance(found, list | tuple):  # several classes, of which the config may name one
-        named = getattr(config, "architectures", None) or ()
-        return next((one for one in found if one.__name__ in named), found[0])
-    return found
+    if isinstance(classes, list | tuple):  # transformers lists several classes for the model type
+        architectures = getattr(config, "architectures", None) or ()
+        return next((entry for entry in classes if entry.__name__ in architectures), classes[0])
+    return classes
 
 
 @_transformers.needed_for("model.config.model_type")
@@ -264,14 +264,20 @@ def unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> li
 
 
 @_transformers.needed_for("checkpoint.export")
-def name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """The rules by which transformers reads the published files of ``model``, without those of old files.
+def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """List the rules that transformers applies when it loads a model's published files.
 
-    They have the form of ``converters/names/published_names.json``.
+    Rules that exist only for legacy files are not included.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The rules, in the format of ``converters/names/published_names.json``.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return [rule_of(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)]
+    return [convert_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)]
 
 
 _RULE_KINDS = {
@@ -299,30 +305,37 @@ _OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-def rule_of(transform: Any) -> dict[str, Any]:
-    """One rule of transformers, in both directions, as JSON."""
-    found = {
+def convert_rule(transform: Any) -> dict[str, Any]:
+    """Convert one rule of transformers, with both directions, to JSON.
+
+    Args:
+        transform: The rule, an object of ``transformers.core_model_loading``.
+
+    Returns:
+        The rule in the format of ``converters/names/published_names.json``.
+    """
+    rule = {
         "kind": _RULE_KINDS[type(transform).__name__],
-        "read": _direction(transform),
-        "write": _direction(transform.reverse_transform()),
+        "read": _convert_direction(transform),
+        "write": _convert_direction(transform.reverse_transform()),
     }
     if transform.scope_prefix is not None:
-        found |= {"scope": transform.scope_prefix, "base": transform.base_model_prefix}
-    return found
+        rule |= {"scope": transform.scope_prefix, "base": transform.base_model_prefix}
+    return rule
 
 
-def _direction(transform: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _convert_direction(transform: Any) -> dict[str, Any]:
+    direction: dict[str, Any] = {
         "find": transform.compiled_sources.pattern,
         "sources": list(transform.source_patterns),
         "targets": list(transform.target_patterns),
     }
     if operations := getattr(transform, "operations", None):
-        known = [(type(op).__name__, op) for op in operations]
-        found["ops"] = [_OPERATIONS.get(name, lambda _, name=name: [name])(op) for name, op in known]
+        by_class = [(type(op).__name__, op) for op in operations]
+        direction["ops"] = [_OPERATIONS.get(name, lambda _, name=name: [name])(op) for name, op in by_class]
     if offset := getattr(transform, "offset", 0):
-        found["offset"] = offset
-    return found
+        direction["offset"] = offset
+    return direction
 
 
 @_transformers.needed_for("model.name_or_path: a quantized checkpoint")

@@ -54,7 +54,7 @@ def model_card(
     data: str,
     metrics: Sequence[Mapping[str, Any]],
     copied: Sequence[str] = (),
-    lost: Sequence[str] = (),
+    missing: Sequence[str] = (),
 ) -> str:
     """The text of the card.
 
@@ -68,14 +68,14 @@ def model_card(
         data: the data in words.
         metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
         copied: Names of tensors that were copied from the base model without training.
-        lost: Names of tensors of the base model that the export lacks.
+        missing: Names of the base model's tensors that the export lacks.
     """
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
     base = Path(name).name if name is not None and local else name
     loader, pipeline = AUTO[config.model.task]
     if config.model.task == "causal-lm" and architecture.endswith("ForConditionalGeneration"):
-        loader = architecture  # AutoModelForCausalLM has another class, or none, for this type
+        loader = architecture  # AutoModelForCausalLM maps this type to another class or to none
     kind = None if adapter is None else str(config.adapter.type)
     alone, rows = is_adapter(config), None if adapter is None else adapter.rows
     on_hub = None if local or config.model.from_scratch else name
@@ -101,7 +101,7 @@ def model_card(
             "",
             f"Trained on: {_FOLDER.sub('', data)}.",
             "",
-            *_untrained(copied, lost),
+            *_describe_untrained(copied, missing),
             *_usage(loader, name, rows, alone=alone),
             "```sh",
             *(f"{use}    # {what}" for what, use in commands),
@@ -152,15 +152,15 @@ def _origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, al
     return f"Base model: {base}, {what}." + (f" Fingerprint of its weights: `{digest}`." if digest else "")
 
 
-def _untrained(copied: Sequence[str], lost: Sequence[str]) -> list[str]:
-    """Paragraphs about the tensors of the base model that transformers does not load."""
+def _describe_untrained(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """Describe the base model's tensors that transformers does not load, as lines of Markdown."""
     lines = []
     if copied:
         names = ", ".join(f"`{name}`" for name in copied)
-        lines += [f"Not trained, but copied from the base model: {names}.", ""]
-    if lost:
-        names = ", ".join(f"`{name}`" for name in lost)
-        lines += [f"Tensors of the base model that are missing here: {names}.", ""]
+        lines += [f"These tensors were copied from the base model without training: {names}.", ""]
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
+        lines += [f"These tensors of the base model are missing: {names}.", ""]
     return lines
 
 

@@ -14,7 +14,7 @@ from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words, shape_hints
-from portable.model.published import shortened
+from portable.model.published import collapse_numbers
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.reporting.card import CARD, model_card, usage
@@ -176,11 +176,11 @@ def finish(
     if run.complete and prepared.config.checkpoint.export and exported is not None:
         final = place / FINAL
         export_with_card(prepared, folder, exported, final)
-        for note in _notes_on_untrained(*_untrained(prepared)):
+        for note in _build_untrained_notes(*_list_untrained(prepared)):
             reporter.say(note)
-        if prepared.adapter is None and (left := prepared.names.left_out):
-            told = ", ".join(f"{name} ({why})" for name, why in left.items())
-            reporter.say(f"note: not copied from the base model: {told}")
+        if prepared.adapter is None and (skipped := prepared.names.skipped_files):
+            files = ", ".join(f"{name} ({reason})" for name, reason in skipped.items())
+            reporter.say(f"note: these files of the base model were not copied: {files}")
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
     try:
@@ -212,27 +212,33 @@ def finish(
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
-def _untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
-    """Return the tensors that transformers does not load: those copied from the base, and those missing.
+def _list_untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
+    """List the base model's tensors that transformers does not load.
 
-    Numbers in names are replaced by `*`.
+    Args:
+        prepared: The run.
+
+    Returns:
+        Names of the tensors that are copied from the base model, and names of the tensors that the export
+        lacks. Numbers are replaced with ``*``.
     """
     if prepared.adapter is not None:
         return [], []
-    return shortened(prepared.names.not_loaded), prepared.names.lost
+    return collapse_numbers(prepared.names.not_loaded), prepared.names.missing
 
 
-def _notes_on_untrained(copied: list[str], lost: list[str]) -> list[str]:
+def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
+    """Build the notes about the tensors from :func:`_list_untrained`."""
     notes = []
     if copied:
         notes.append(
-            f"note: copied from the base model without training, because transformers does not load them: "
-            f"{', '.join(copied)}"
+            "note: these tensors were copied from the base model without training, because transformers "
+            f"does not load them: {', '.join(copied)}"
         )
-    if lost:
+    if missing:
         notes.append(
-            f"warning: checkpoint.export: the base model is not here, so {FINAL} lacks tensors that "
-            f"transformers does not load: {', '.join(lost)}"
+            f"warning: checkpoint.export: the base model is not available, so {FINAL} lacks tensors that "
+            f"transformers does not load: {', '.join(missing)}"
         )
     return notes
 
@@ -248,7 +254,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
     """
     adapter, config = prepared.adapter, prepared.config
     last = step_of(checkpoint.name)
-    copied, lost = _untrained(prepared)
+    copied, missing = _list_untrained(prepared)
     rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
     text = model_card(
         config,
@@ -258,7 +264,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         data=prepared.data.description,
         metrics=rows,
         copied=copied,
-        lost=lost,
+        missing=missing,
     )
     with scratch_folder("portable-card") as temporary:
         card = temporary / CARD

@@ -14,14 +14,14 @@ from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
-from portable.formatting import human_count, short_count
+from portable.formatting import format_short_count, human_count
 from portable.model import build as models
-from portable.model.document_attention import packing_notes
+from portable.model.document_attention import list_packing_notes
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
 from portable.model.published import PublishedNames
-from portable.model.reach import name_parts, unreached_names
+from portable.model.reach import get_unreached_names, summarize_parameters
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
@@ -71,7 +71,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     if adapter is not None and config.checkpoint.export in ("merged", "like_base"):
         from portable.adapters.merge_check import check_merge
 
-        check_merge(adapter)  # refused now, not after the last step
+        check_merge(adapter)  # otherwise the run would fail after the last step
     reference = None
     if config.train.loss is not None:
         from portable.run.precompute import add_computed, reference_of
@@ -84,7 +84,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         raise UserError(reason)
     published = PublishedNames(config.model, model)
     if adapter is None and config.checkpoint.export == "like_base":
-        published.check_like_base()  # refused now, not after the last step
+        published.check_like_base()  # otherwise the run would fail after the last step
     notes = [*notes_on(resolved, assembled, model_config, data.sizes), *label_notes]
     return Prepared(
         resolved=resolved,
@@ -116,19 +116,22 @@ _PARTS_SHOWN = 4
 
 
 def describe_frozen(model: PreTrainedModel) -> str:
-    """Describe the frozen parameters that the loss does not reach, for the headline; empty if there are none.
+    """Describe the parameters that are frozen because the loss does not depend on them.
 
     Args:
-        model: on the meta device, where parameters have their full sizes.
+        model: The model on the meta device, where parameters have their full sizes.
+
+    Returns:
+        The text of the run's summary. Empty if there are no such parameters.
     """
-    unreached = unreached_names(model)
+    unreached = get_unreached_names(model)
     frozen = {name: p for name, p in model.named_parameters() if name in unreached and not p.requires_grad}
     if not frozen:
         return ""
-    parts = name_parts(model, frozen)
+    parts = summarize_parameters(model, frozen)
     more = f" and {len(parts) - _PARTS_SHOWN} more" if len(parts) > _PARTS_SHOWN else ""
-    count = short_count(sum(p.numel() for p in frozen.values()))
-    share = f"{count} of {short_count(parameter_count(model))} parameters are not reached by text"
+    count = format_short_count(sum(p.numel() for p in frozen.values()))
+    share = f"{count} of {format_short_count(parameter_count(model))} parameters are not reached by text"
     return f"{', '.join(parts[:_PARTS_SHOWN])}{more} ({share})"
 
 
@@ -225,7 +228,7 @@ def notes_on(
         )
     if assembled.adapter is not None:
         lines += [f"note: {note}" for note in assembled.adapter.notes]
-    lines += [f"note: {note}" for note in packing_notes(resolved.config, assembled.model)]
+    lines += [f"note: {note}" for note in list_packing_notes(resolved.config, assembled.model)]
     if resolved.config.train.freezes:
         lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))

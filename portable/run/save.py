@@ -112,7 +112,7 @@ def write_model_files(prepared: Prepared, folder: Path) -> None:
         config.architectures = [prepared.architecture]
         config.dtype = torch.float32  # of the weights beside it, whatever they were loaded from
         config.save_pretrained(folder)
-        prepared.names.write(folder)
+        prepared.names.write_record(folder)
     generation = getattr(prepared.model, "generation_config", None)
     if generation is not None:
         try:

@@ -54,12 +54,12 @@ class Prepared:
         data: tokenizer, samples and their order.
         model: on the meta device until an engine fills it.
         adapter: in ``model``; None if all of it is trained.
-        names: the names of ``model`` in published files.
+        names: Names and shapes of the tensors of ``model`` in published files.
         grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
         trained: how many of them are trained.
-        frozen: the parts that text does not reach, in words; empty if there are none.
+        frozen: Description of the parts that text does not reach. Empty if there are none.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.

@@ -21,12 +21,12 @@ from portable.model.document_attention import (
     LAYERS_WITH_STATE,
     OTHER_LAYERS,
     check_documents,
-    find_mixing,
+    explain_mixing,
 )
 from portable.model.loss import token_loss
 from portable.private.of_transformers import no_value_checks
 from portable.run.batches import eval_batches
-from tests.composite import composite_config
+from tests.composite import build_composite_config
 from tests.parity import opened
 from tests.runs import configured
 from tests.tiny_models import tiny_config
@@ -90,7 +90,7 @@ def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         build = AutoModelForCausalLM.from_config
     else:
-        config = composite_config(model_type)
+        config = build_composite_config(model_type)
         build = getattr(transformers, config.architectures[0])._from_config
     torch.manual_seed(0)
     try:
@@ -149,7 +149,7 @@ def test_equals_single_documents(model_type: str) -> None:
 
 
 def test_every_layer_type_of_transformers_is_classified() -> None:
-    """A new name in transformers fails here: compare packed with single documents, then add it to a set."""
+    """If this test fails, compare packed with single documents, then add the new layer type to a set."""
     from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 
     sets = (LAYERS_THAT_KEEP_DOCUMENTS_APART, LAYERS_WITH_STATE, OTHER_LAYERS)
@@ -161,7 +161,7 @@ def test_every_layer_type_of_transformers_is_classified() -> None:
 def test_layers_with_an_index_keep_documents_apart(model_type: str) -> None:
     model = tiny(model_type)
     assert "indexed_attention" in model.config.layer_types and model.config.index_topk == WINDOW
-    assert find_mixing(model.config) is None
+    assert explain_mixing(model.config) is None
     check_documents(model)
 
 

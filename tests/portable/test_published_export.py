@@ -1,4 +1,4 @@
-"""``final/`` has the names, shapes and untrained tensors of the checkpoint that a run started from."""
+"""Names, shapes, and untrained tensors of ``final/`` compared with the run's base model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS: dict[str, Any] = {
     "data__eval_fraction": 0,
     "data__packing": True,
 }
-# Tensors that transformers does not load, by its own patterns of names.
+# Tensors that transformers ignores on loading, keyed by model type.
 NOT_LOADED = {
     "mixtral": {},
     "gpt_neox": {},
@@ -47,7 +47,7 @@ SMALL_FILES = (
 
 @pytest.fixture(scope="module")
 def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Published checkpoints in bfloat16, with a tokenizer."""
+    """Folder with published checkpoints in bfloat16, each with a tokenizer."""
     folder = tmp_path_factory.mktemp("published")
     tokenizer = build_data(configured(folder, corpus).data, model_vocab_size=VOCABULARY).tokenizer
     for name, more in NOT_LOADED.items():
@@ -63,12 +63,12 @@ def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started_from(base: Path, run: Path, corpus: Path, **more: Any) -> Any:
+def configure_run(base: Path, run: Path, corpus: Path, **more: Any) -> Any:
     settings = {**STEPS, "model__config": None, "model__name_or_path": str(base)}
     return configured(run, corpus, **settings, **more)
 
 
-def final_files(run: Path) -> list[Path]:
+def list_final_files(run: Path) -> list[Path]:
     return [path for path in (run / "final").rglob("*") if path.is_file()]
 
 
@@ -76,42 +76,43 @@ def final_files(run: Path) -> list[Path]:
 def test_final_has_the_names_of_the_base(
     name: str, bases: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = started_from(
+    config = configure_run(
         bases / name, tmp_path / "run", corpus, train__frozen=["embed"], train__learning_rate=0.01
     )
     assert run_rank("cpu", config) == 0
-    base, made = (load_file(one / "model.safetensors") for one in (bases / name, tmp_path / "run" / "final"))
-    assert {key: tensor.shape for key, tensor in made.items()} == {k: t.shape for k, t in base.items()}
+    base = load_file(bases / name / "model.safetensors")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {key: tensor.shape for key, tensor in final.items()} == {k: t.shape for k, t in base.items()}
     frozen = [key for key in base if key.startswith(("mtp.", "model.embed", "gpt_neox.embed"))]
-    assert frozen and all(made[key].dtype == torch.bfloat16 for key in frozen)
-    assert all(torch.equal(made[key], base[key]) for key in frozen)
+    assert frozen and all(final[key].dtype == torch.bfloat16 for key in frozen)
+    assert all(torch.equal(final[key], base[key]) for key in frozen)
     trained = [key for key in base if "layernorm" in key or "experts.1." in key]
-    assert trained and not any(torch.equal(made[key].bfloat16(), base[key]) for key in trained[:1])
+    assert trained and not any(torch.equal(final[key].bfloat16(), base[key]) for key in trained[:1])
     card = (tmp_path / "run" / "final" / "README.md").read_text()
-    assert ("copied from the base model: `mtp.fc.weight`" in card) == (name == "qwen3_next")
+    assert ("copied from the base model without training: `mtp.fc.weight`" in card) == (name == "qwen3_next")
     files = {
-        path.relative_to(tmp_path / "run" / "final").as_posix() for path in final_files(tmp_path / "run")
+        path.relative_to(tmp_path / "run" / "final").as_posix() for path in list_final_files(tmp_path / "run")
     }
     assert files >= {*SMALL_FILES} and not files & {
         "modeling_own.py",
         "training_args.bin",
         "published_names.json",
     }
-    told = capsys.readouterr().err
-    assert "not copied from the base model: modeling_own.py (custom code)" in told
-    assert ("but part of the export: mtp.fc.weight, mtp.norm.weight" in told) == (name == "qwen3_next")
-    # The checkpoint records the names, so that it can be converted without the base.
+    output = capsys.readouterr().err
+    assert "files of the base model were not copied: modeling_own.py (custom code)" in output
+    assert ("copies them into the export: mtp.fc.weight, mtp.norm.weight" in output) == (name == "qwen3_next")
+    # The checkpoint records the name rules, so it can be converted without the base model.
     assert convert([str(tmp_path / "run"), str(tmp_path / "out"), "--quiet"]) == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == base.keys() - NOT_LOADED[name].keys()
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    assert converted.keys() == base.keys() - NOT_LOADED[name].keys()
 
 
-def test_without_the_base_the_record_of_the_checkpoint_decides(
+def test_export_without_the_base_uses_the_recorded_names(
     bases: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights of the base are gone when a moved run ends: what cannot be copied is named."""
+    """The base model's weights are missing when the run ends; the lost tensors are listed."""
     shutil.copytree(bases / "qwen3_next", tmp_path / "base")
-    config = started_from(tmp_path / "base", tmp_path / "run", corpus)
+    config = configure_run(tmp_path / "base", tmp_path / "run", corpus)
     stopped = config.replaced({"train.steps": 2, "train.stop_after": 1})
     assert run_rank("cpu", stopped) == 0
     wanted = load_file(bases / "qwen3_next" / "model.safetensors").keys() - {
@@ -126,36 +127,42 @@ def test_without_the_base_the_record_of_the_checkpoint_decides(
         "lacks tensors that transformers does not load: mtp.fc.weight, mtp.norm.weight"
         in capsys.readouterr().err
     )
-    assert "missing here: `mtp.fc.weight`" in (tmp_path / "run" / "final" / "README.md").read_text()
+    assert (
+        "of the base model are missing: `mtp.fc.weight`"
+        in (tmp_path / "run" / "final" / "README.md").read_text()
+    )
 
 
-def test_the_shards_are_those_of_the_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
+def test_final_has_the_shard_files_of_the_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
     base, final = tmp_path / "base", tmp_path / "run" / "final"
     shutil.copytree(bases / "mixtral", base)
     (base / "model.safetensors").unlink()
     tiny_model("mixtral").bfloat16().save_pretrained(base, max_shard_size="60KB")
-    assert run_rank("cpu", started_from(base, tmp_path / "run", corpus)) == 0
-    found, wanted = (
-        json.loads((one / "model.safetensors.index.json").read_text())["weight_map"] for one in (final, base)
+    assert run_rank("cpu", configure_run(base, tmp_path / "run", corpus)) == 0
+    index, base_index = (
+        json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        for folder in (final, base)
     )
-    assert found == wanted and len(set(found.values())) > 2
-    assert load_file(final / min(found.values())).keys() == load_file(base / min(found.values())).keys()
+    assert index == base_index and len(set(index.values())) > 2
+    first = min(index.values())
+    assert load_file(final / first).keys() == load_file(base / first).keys()
 
 
-def test_a_run_from_scratch_has_the_names_of_its_type(corpus: Path, tmp_path: Path) -> None:
+def test_final_of_a_run_from_scratch_matches_save_pretrained(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path / "run", corpus, **STEPS, model__config=tiny_config("mixtral"))
     assert run_rank("cpu", config) == 0
     tiny_model("mixtral").save_pretrained(tmp_path / "theirs")
-    found, wanted = (
-        load_file(one / "model.safetensors") for one in (tmp_path / "run" / "final", tmp_path / "theirs")
+    ours, theirs = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "run" / "final", tmp_path / "theirs")
     )
-    assert found.keys() == wanted.keys()
+    assert ours.keys() == theirs.keys()
 
 
-def test_a_damaged_record_of_names_is_refused(bases: Path, corpus: Path, tmp_path: Path, capsys: Any) -> None:
-    """A regular expression that is not one of transformers' own is never used."""
+def test_modified_name_rules_are_rejected(bases: Path, corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    """A regular expression that transformers does not contain is never compiled."""
     step = tmp_path / "step"
-    config = started_from(bases / "mixtral", tmp_path / "run", corpus)
+    config = configure_run(bases / "mixtral", tmp_path / "run", corpus)
     assert run_rank("cpu", config) == 0
     shutil.copytree(tmp_path / "run" / "checkpoints" / "step-000001", step)
     (step / "checkpoint_manifest.json").unlink()
@@ -167,10 +174,10 @@ def test_a_damaged_record_of_names_is_refused(bases: Path, corpus: Path, tmp_pat
     assert "does not know" in capsys.readouterr().err
 
 
-def test_a_merge_that_cannot_end_is_refused_before_the_first_step(
+def test_a_merge_that_would_fail_is_rejected_before_training(
     bases: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = started_from(
+    config = configure_run(
         bases / "mixtral", tmp_path / "run", corpus, adapter__type="lora", checkpoint__export="merged"
     )
     monkeypatch.setattr("converters.adapters.base_names.BaseNames.find", lambda *_: None)
@@ -179,18 +186,18 @@ def test_a_merge_that_cannot_end_is_refused_before_the_first_step(
 
 
 def test_a_run_resumes_from_a_conversion_with_published_names(corpus: Path, tmp_path: Path) -> None:
-    """Weights and optimizer state of the experts are stacked again."""
+    """The experts' weights and optimizer state are stacked again."""
     settings: dict[str, Any] = {**STEPS, "model__config": tiny_config("mixtral"), "train__steps": 2}
     assert run_rank("cpu", configured(tmp_path / "whole", corpus, **settings)) == 0
     stopped = configured(tmp_path / "half", corpus, **settings, train__stop_after=1)
     assert run_rank("cpu", stopped) == 0
     converted = tmp_path / "converted"
     assert convert([str(tmp_path / "half"), str(converted), "--optimizer", "--quiet"]) == 0
-    resumed = configured(tmp_path / "resumed", corpus, **settings, checkpoint__resume=str(converted))
-    assert run_rank("cpu", resumed) == 0
-    found, wanted = (
+    config = configured(tmp_path / "resumed", corpus, **settings, checkpoint__resume=str(converted))
+    assert run_rank("cpu", config) == 0
+    resumed, whole = (
         load_file(tmp_path / name / "final" / "model.safetensors") for name in ("resumed", "whole")
     )
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-7)
+    assert resumed.keys() == whole.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-7)
