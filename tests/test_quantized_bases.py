@@ -127,7 +127,7 @@ MIXTURE = {
 
 @pytest.fixture(scope="module")
 def mixture(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture in blocks of FP8, with a layer for multi-token prediction, as DeepSeek-V3 is published."""
+    """Mixture of experts in block-wise FP8 with a multi-token prediction layer, like DeepSeek-V3."""
     from safetensors.torch import save_file
 
     folder = tmp_path_factory.mktemp("mixture")
@@ -142,20 +142,21 @@ def mixture(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "fp8"
 
 
-def test_a_quantized_mixture_is_exported_as_it_is_published(
+def test_like_base_export_of_a_mixture_has_the_published_layout(
     mixture: Path, corpus: Path, tmp_path: Path
 ) -> None:
     settings = {**STEPS, "model__name_or_path": str(mixture), "data__packing": True}
     config = configured(tmp_path / "run", corpus, **settings, checkpoint__export="like_base")
     assert run_rank("cpu", config) == 0
-    base, made = (load_file(one / "model.safetensors") for one in (mixture, tmp_path / "run" / "final"))
-    assert {name: (t.dtype, t.shape) for name, t in made.items()} == {
+    base = load_file(mixture / "model.safetensors")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {name: (t.dtype, t.shape) for name, t in final.items()} == {
         name: (t.dtype, t.shape) for name, t in base.items()
     }
     untrained = [name for name in base if name.startswith("model.layers.2.")]
-    assert len(untrained) == 3 and all(torch.equal(raw(base[name]), raw(made[name])) for name in untrained)
+    assert len(untrained) == 3 and all(torch.equal(raw(base[name]), raw(final[name])) for name in untrained)
     trained = "model.layers.1.mlp.experts.1.gate_proj.weight"
-    assert not torch.equal(raw(base[trained]), raw(made[trained]))
+    assert not torch.equal(raw(base[trained]), raw(final[trained]))
     assert "`model.layers.*.enorm.weight`" in (tmp_path / "run" / "final" / "README.md").read_text()
 
 
@@ -168,16 +169,16 @@ def test_an_adapter_merges_into_a_quantized_mixture(mixture: Path, corpus: Path,
     assert load_file(tmp_path / "run" / "final" / "model.safetensors").keys() == base.keys()
     config = configured(tmp_path / "alone", corpus, **settings)
     assert run_rank("cpu", config) == 0
-    given = [str(tmp_path / "alone" / "final"), "--merge-into", str(mixture), "--dequantize", "--quiet"]
-    assert convert([*given, str(tmp_path / "floats")]) == 0
+    merge = [str(tmp_path / "alone" / "final"), "--merge-into", str(mixture), "--dequantize", "--quiet"]
+    assert convert([*merge, str(tmp_path / "floats")]) == 0
     assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
-    assert convert([*given, str(tmp_path / "codes"), "--quantize-like", str(mixture)]) == 0
+    assert convert([*merge, str(tmp_path / "codes"), "--quantize-like", str(mixture)]) == 0
     codes = load_file(tmp_path / "codes" / "model.safetensors")
     assert {name: t.dtype for name, t in codes.items()} == {name: t.dtype for name, t in base.items()}
     assert "quantization_config" in json.loads((tmp_path / "codes" / "config.json").read_text())
 
 
-def test_a_layout_without_a_tensor_of_the_model_is_refused_before_training(
+def test_like_base_with_an_additional_parameter_is_rejected_before_training(
     mixture: Path, corpus: Path, tmp_path: Path
 ) -> None:
     config = configured(

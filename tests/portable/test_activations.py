@@ -140,7 +140,7 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
     assert -largest <= found[kind] - found["auto"] <= 2 * largest
 
 
-def test_every_trained_parameter_gets_a_gradient_once_the_others_are_frozen() -> None:
+def test_every_trained_parameter_gets_a_gradient_if_the_others_are_frozen() -> None:
     model = built(config_of("xlnet", "fp32", "none"))  # no batch uses its mask and segment embeddings
     assert "transformer.mask_emb" in frozen_names(model) and every_parameter_gets_gradient(model)
 

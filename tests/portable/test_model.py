@@ -292,22 +292,22 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 
 
 def test_published_rope_keys_are_accepted(tmp_path: Path) -> None:
-    """transformers 5 keeps rope_theta inside rope_parameters; published config.json files do not."""
-    given = {"model_type": "qwen3_moe", **MOE, "rope_theta": 5e5}
-    config = models.model_config(chosen(config=given))
+    """transformers 5 stores rope_theta inside rope_parameters; published config.json files do not."""
+    settings = {"model_type": "qwen3_moe", **MOE, "rope_theta": 5e5}
+    config = models.model_config(chosen(config=settings))
     assert config.rope_parameters["rope_theta"] == 5e5
     AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
     changed = models.model_config(chosen(name_or_path=str(tmp_path), config={"rope_theta": 7e5}))
     assert changed.rope_parameters["rope_theta"] == 7e5
 
 
-def test_rope_key_without_effect_is_refused() -> None:
+def test_rope_key_without_effect_is_rejected() -> None:
     rope = {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
     }
-    given = {**tiny_config("gemma3_text"), "rope_parameters": rope, "rope_theta": 5e5}
+    settings = {**tiny_config("gemma3_text"), "rope_parameters": rope, "rope_theta": 5e5}
     with pytest.raises(UserError, match=r"model\.config\.rope_theta: has no effect on Gemma3TextConfig"):
-        models.model_config(chosen(config=given))
+        models.model_config(chosen(config=settings))
 
 
 def test_router_loss_of_a_run_is_not_in_the_saved_config(tmp_path: Path) -> None:
@@ -335,6 +335,6 @@ print(4 * largest.numel() >> 30, all(not buffer.is_meta for buffer in model.buff
 
 
 def test_a_parameter_larger_than_memory_is_built_on_meta() -> None:
-    """The stacked experts of the layer are 112 GiB in fp32, and the process may allocate 4 GiB."""
-    found = subprocess.run([sys.executable, "-c", BUILD_LARGE], capture_output=True, text=True, check=False)
-    assert found.stdout.split()[-2:] == ["112", "True"], found.stderr[-2000:]
+    """The layer's stacked experts take up 112 GiB in fp32, but the process may allocate only 4 GiB."""
+    process = subprocess.run([sys.executable, "-c", BUILD_LARGE], capture_output=True, text=True, check=False)
+    assert process.stdout.split()[-2:] == ["112", "True"], process.stderr[-2000:]
