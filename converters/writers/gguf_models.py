@@ -418,8 +418,8 @@ def _rotary(table: _Table, model: Model, found: Settings) -> None:
         values["rope_scaling_orig_ctx_len"] = rope.number(old, whole=True)
         rope.only("beta_fast", None, 32)
         rope.only("beta_slow", None, 1)
-        # llama.cpp rounds the bounds of YaRN's ramp for GPT-OSS too, whose published models say that they are
-        # not rounded. Its own converter writes them all the same, and the frequencies differ little.
+        # llama.cpp always rounds the bounds of YaRN's ramp, although the config of GPT-OSS disables rounding.
+        # Accept GPT-OSS, because the converter of llama.cpp also does and the frequencies hardly differ.
         rope.only("truncate", *((True, False) if model.arch == "gpt-oss" else (True,)))
     elif kind == "llama3":
         found.factors = _llama3(rope, base, size)

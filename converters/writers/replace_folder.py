@@ -39,17 +39,21 @@ _CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def check_replaceable(out: Place, names: Collection[str], companions: Collection[str] = ()) -> None:
-    """Refuse to replace a folder that holds other files than an output of this program.
+    """Check that a folder only contains files of a previous conversion.
 
     Args:
-        names: of the files in it, relative to it; that of a folder ends in `/`.
-        companions: Names of files that will be written again.
+        out: Folder to replace.
+        names: Names of its entries, relative to the folder. The names of subfolders end in `/`.
+        companions: Names of further files that may be replaced.
+
+    Raises:
+        CheckpointError: If the folder contains other files.
     """
-    known = {*companions, *(f"{name.partition('/')[0]}/" for name in companions if "/" in name)}
+    replaceable = {*companions, *(f"{name.partition('/')[0]}/" for name in companions if "/" in name)}
     others = sorted(
         name
         for name in names
-        if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name) or name in known)
+        if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name) or name in replaceable)
     )
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""

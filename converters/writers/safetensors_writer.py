@@ -52,12 +52,12 @@ def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = Fa
     """The plan of `--to safetensors`; with `dcp`, of `--to dcp-safetensors`."""
     entries = model_entries(checkpoint, choices.dtype, aliases=dcp)
     documents, companions = small_files(checkpoint, entries)
-    given = {} if dcp else _given_shards(checkpoint, entries)
-    runs = list(given.values()) or shards(entries, choices.max_shard_size)
+    fixed_shards = {} if dcp else _assign_fixed_shards(checkpoint, entries)
+    runs = list(fixed_shards.values()) or shards(entries, choices.max_shard_size)
     if len(runs) == 1 and not dcp:
         files = [_file(SINGLE, runs[0])]
     else:
-        names = list(given) or [
+        names = list(fixed_shards) or [
             f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)
         ]
         files = [
@@ -70,13 +70,18 @@ def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = Fa
     return _with_optimizer(checkpoint, files, documents, companions, wanted=choices.optimizer)
 
 
-def _given_shards(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Return the tensors of each file that the checkpoint asks for; others are added to the last file."""
+def _assign_fixed_shards(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Assign tensors to the output files that the checkpoint specifies.
+
+    Returns:
+        Tensors of each file, keyed by file name. Tensors without a specified file are in the last file. Empty
+        if the checkpoint does not specify any files.
+    """
     names = sorted(set(checkpoint.shards.values()))
-    found: dict[str, list[Entry]] = {name: [] for name in names}
+    assigned: dict[str, list[Entry]] = {name: [] for name in names}
     for entry in entries if names else ():
-        found[checkpoint.shards.get(entry.name, names[-1])].append(entry)
-    return {name: held for name, held in found.items() if held}
+        assigned[checkpoint.shards.get(entry.name, names[-1])].append(entry)
+    return {name: shard for name, shard in assigned.items() if shard}
 
 
 plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
