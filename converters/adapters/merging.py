@@ -40,20 +40,22 @@ _STACKS_KEPT, _MAX_NESTED = 4, 4
 
 
 def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
-    """The base model with an adapter merged into it.
+    """Merge an adapter into a base model.
 
     Args:
-        base: a checkpoint of any format, under live names or those of the files; not quantized.
-        dtype: keep (that of the base's tensor), float32, bfloat16 or float16, for tensors that change. Write
-            the result with the same dtype.
+        adapter: Adapter to merge.
+        base: Checkpoint of any format that is not quantized. Its tensors may have published names or names in
+            memory.
+        dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the
+            base's tensor. Write the result with the same dtype.
 
     Returns:
-        A checkpoint whose changed tensors are computed while they are read. Its documents record what was
-        merged.
+        A checkpoint whose changed tensors are computed when they are read. Its documents include a record of
+        the merged adapter.
 
     Raises:
-        CheckpointError: the adapter is of a kind that cannot be merged, was merged before, or belongs to
-            another base.
+        CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged or
+            belongs to another base.
     """
     check_mergeable(adapter)
     on = BaseChanges(adapter, base, dtype)
@@ -79,17 +81,21 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
 
 
 def check_base(adapter: Adapter, base: Checkpoint) -> None:
-    """Check that `base` has everything that an adapter changes, from names and shapes only.
+    """Check that an adapter can be merged into a base model, comparing only names and shapes.
+
+    Args:
+        adapter: Adapter to merge.
+        base: Base model.
 
     Raises:
-        CheckpointError: as `merge`.
+        CheckpointError: If the adapter cannot be merged into the base, see `merge`.
     """
     check_mergeable(adapter)
     _apply(BaseChanges(adapter, base, "keep"))
 
 
 def _apply(on: BaseChanges) -> None:
-    """Collect the changes of all tensors."""
+    """Collect the changes of the adapter to all tensors."""
     if on.config.type == "IA3":
         for module in on.adapter.modules:
             _ia3(on, module)

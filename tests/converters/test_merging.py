@@ -152,8 +152,8 @@ def test_every_kind_of_adapter(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_an_adapter_of_the_text_model_merges_into_the_whole_base(kind: str, tmp_path: Path) -> None:
-    """The files hold the text model under a prefix that the class for text alone removes."""
+def test_text_model_adapter_merges_into_composite_base(kind: str, tmp_path: Path) -> None:
+    """The names in the base have a prefix that transformers removes when it loads only the text model."""
     settings = tiny_config(kind)
     settings["vision_config"] |= {"depth": 1}
     settings.pop("model_type")
@@ -163,14 +163,14 @@ def test_an_adapter_of_the_text_model_merges_into_the_whole_base(kind: str, tmp_
     trained = peft.get_peft_model(text, lora(target_modules=["q_proj", "in_proj_qkv", "o_proj"])).eval()
     shake(trained)
     trained.save_pretrained(tmp_path / "adapter")
-    given = [str(tmp_path / name) for name in ("adapter", "out")]
-    assert main([*given, "--merge-into", str(tmp_path / "base"), "--quiet"]) == 0
+    argv = [str(tmp_path / name) for name in ("adapter", "out")]
+    assert main([*argv, "--merge-into", str(tmp_path / "base"), "--quiet"]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
     assert before.keys() == after.keys()
-    whole = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.arange(8)[None]
     with torch.no_grad():
-        torch.testing.assert_close(whole.eval()(tokens).logits, trained(tokens).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(merged.eval()(tokens).logits, trained(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
