@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # Commands of their own; a folder of that name is given as ./inspect.
 _LOOKING = ("inspect", "diff")
 
-# Reasons why a file is not copied that are not worth a note.
-_NOT_TOLD = ("weights", "training state", "a log", "hidden")
+# Do not report files that are not copied for one of these reasons, because users expect it.
+_EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
 
 # Seconds after SIGTERM within which clean-up must finish.
 _CLEANUP_SECONDS = 20
@@ -235,7 +235,7 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that --help and a mistyped option answer at once.
-    from converters.config_and_tokenizer_files import companion_names, companions_from, model_from
+    from converters.config_and_tokenizer_files import companions_from, list_companion_names, model_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
     from converters.writers.conversion import carry_out, check_expansion
@@ -248,14 +248,14 @@ def _convert(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{source}: no such file or folder")
     sources = [source] if options.merge_into is None else [source, model_from(options.merge_into)]
     if not options.dry_run:
-        more = [] if options.config_from is None else companion_names(place(options.config_from))
+        more = [] if options.config_from is None else list_companion_names(place(options.config_from))
         check_output(out, sources, overwrite=options.overwrite, single=single, companions=more)
     given = None if options.config_from is None else companions_from(options.config_from)
     checkpoint = open_checkpoint(source, options.tag, companions=given)
     taken = _taken(checkpoint, source)
     models = sources if options.config_from is None else [*sources, place(options.config_from)]
     checkpoint, make_plan = _asked(checkpoint, given, options, models)
-    left = _left_out(checkpoint, models)
+    excluded = _find_excluded_files(checkpoint, models)
     if options.dry_run:
         plan = make_plan()
         check_expansion(checkpoint, plan, allowed=options.expand)
@@ -265,7 +265,7 @@ def _convert(options: argparse.Namespace) -> int:
             else _describe(checkpoint, plan, out, single=single)
         )
         say(describe)
-        _note_left_out(left, options)
+        _note_excluded_files(excluded, options)
         _note_config(plan, source, options)
         return 0
     plan = carry_out(
@@ -286,33 +286,33 @@ def _convert(options: argparse.Namespace) -> int:
             say(fitted(f"  load it with {printable(loader)}", sys.stdout))
     if plan.losses.first and not options.quiet:
         _note(f"{_lost(plan.losses)} in --dtype {options.dtype}, some of them in {plan.losses.first!r}")
-    _note_left_out(left, options)
+    _note_excluded_files(excluded, options)
     _note_config(plan, source, options)
     return 0
 
 
-def _with_code(checkpoint: Checkpoint, models: Sequence[Place]) -> Checkpoint:
-    """Return the checkpoint with the Python files of a model with code of its own."""
-    from converters.config_and_tokenizer_files import custom_code
+def _add_custom_code(checkpoint: Checkpoint, models: Sequence[Place]) -> Checkpoint:
+    """Add the Python files of a model with custom code to the checkpoint's companions."""
+    from converters.config_and_tokenizer_files import find_custom_code
 
-    files = {name: path for model in models for name, path in custom_code(model).items()}
+    files = {name: path for model in models for name, path in find_custom_code(model).items()}
     return checkpoint.with_companions(files)
 
 
-def _left_out(checkpoint: Checkpoint, models: Sequence[Place]) -> dict[str, str]:
-    """Return the files of the model's folder that are not copied, with the reason."""
-    from converters.config_and_tokenizer_files import left_out
+def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dict[str, str]:
+    """Return the reason for each file of the model that is not copied, keyed by file name."""
+    from converters.config_and_tokenizer_files import find_excluded_files
 
-    found = {name: why for model in models for name, why in left_out(model).items()}
-    return {name: why for name, why in found.items() if name not in checkpoint.companions}
+    excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
+    return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
 
 
-def _note_left_out(left: Mapping[str, str], options: argparse.Namespace) -> None:
-    """Name the files that are not copied, except weights, training state, logs and hidden files."""
-    told = {name: why for name, why in left.items() if why not in _NOT_TOLD}
-    if told and not options.quiet and options.to != "gguf":
-        hint = "; --trust-remote-code copies the code" if "custom code" in told.values() else ""
-        _note(f"not copied: {', '.join(f'{name} ({why})' for name, why in told.items())}{hint}")
+def _note_excluded_files(excluded: Mapping[str, str], options: argparse.Namespace) -> None:
+    """Report the files that are not copied, except weights, training state, logs, and hidden files."""
+    reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
+    if reported and not options.quiet and options.to != "gguf":
+        hint = "; --trust-remote-code copies the code" if "custom code" in reported.values() else ""
+        _note(f"not copied: {', '.join(f'{name} ({reason})' for name, reason in reported.items())}{hint}")
 
 
 def _asked(
@@ -336,12 +336,12 @@ def _asked(
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
         check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
     if adapter is None:
-        checkpoint = _named(checkpoint, given, options)
+        checkpoint = _rename_tensors(checkpoint, given, options)
         if options.trust_remote_code:
-            checkpoint = _with_code(checkpoint, models)
+            checkpoint = _add_custom_code(checkpoint, models)
     elif options.names is not None:
         raise CheckpointError(
-            f"--names: {checkpoint.root} holds an adapter, which keeps its names; leave it out"
+            f"--names: {checkpoint.root} contains an adapter, whose names cannot be converted; omit --names"
         )
     quantizes = options.quantize is not None or options.quantize_like is not None
     if quantizes:
@@ -421,19 +421,19 @@ def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping
     return read_small_table(path if given is None else given.get("config.json"))
 
 
-def _named(
+def _rename_tensors(
     checkpoint: Checkpoint, given: Mapping[str, Place] | None, options: argparse.Namespace
 ) -> Checkpoint:
-    """Return the checkpoint under the names that `--names` asks for."""
-    from converters.naming import name_rules, published_files, with_live_names, with_published_names
+    """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
+    from converters.naming import find_name_rules, read_published_names, rename_to_live, rename_to_published
 
     names = options.names or ("published" if options.to in PUBLISHED else None)
     if names is None:
         return checkpoint
-    base = None if given is None else published_files(given["config.json"])
+    base = None if given is None else read_published_names(given["config.json"])
     with blame("--names"):
-        rules = name_rules(checkpoint, base)
-    return with_live_names(checkpoint, rules) if names == "live" else with_published_names(checkpoint, rules)
+        rules = find_name_rules(checkpoint, base)
+    return rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

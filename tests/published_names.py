@@ -1,8 +1,9 @@
-"""Write transformers' rules for names as data of the converter: ``python -m tests.published_names``.
+"""Generate the name rules of transformers as data for the converter: ``python -m tests.published_names``.
 
-The converter imports no framework, so ``converters/names/published_names.json`` holds what it needs to know:
-the rules, which model types and classes they belong to, and the parts of composite models that have rules of
-their own. ``tests/converters/test_published_names.py`` compares the file with transformers.
+The converter does not import a framework. Therefore, ``converters/names/published_names.json`` contains the
+rules, the model types and classes that they belong to, and the submodels of composite models that have their
+own rules.
+``tests/converters/test_published_names.py`` compares the file with transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 FILE = Path(__file__).resolve().parents[1] / "converters" / "names" / "published_names.json"
 
 
-def table() -> dict[str, Any]:
-    """Return the content of the file."""
+def build_table() -> dict[str, Any]:
+    """Build the content of the file."""
     import transformers
     from transformers import conversion_mapping
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -24,29 +25,29 @@ def table() -> dict[str, Any]:
     rules: list[dict[str, Any]] = []
     positions: dict[str, int] = {}
     keys = {
-        key: numbered(transforms, rules, positions)
+        key: number_rules(transforms, rules, positions)
         for key, transforms in conversion_mapping._build_checkpoint_conversion_mapping().items()
     }
     classes: dict[str, Any] = {}
     types: dict[str, Any] = {}
     for model_type in CONFIG_MAPPING_NAMES:
-        names = classes_of(model_type)
+        names = list_classes(model_type)
         about: dict[str, Any] = {"classes": names, "base": ""}
-        config = config_of(model_type)
+        config = create_config(model_type)
         if text := getattr(getattr(config, "text_config", None), "model_type", None):
             about["text"] = text
         for name in names:
             try:
-                found = getattr(transformers, name)
-                about["base"] = about["base"] or found.base_model_prefix
-            except (AttributeError, ImportError):  # it needs a package that is not installed
+                model_class = getattr(transformers, name)
+                about["base"] = about["base"] or model_class.base_model_prefix
+            except (AttributeError, ImportError):  # It requires a package that is not installed.
                 continue
             if name in keys:
                 about.setdefault("model", name)
-            parts = None if config is None else parts_of(found, model_type)
+            parts = None if config is None else find_submodels(model_class, model_type)
             default = [["", model_type, [], model_type]] if model_type in keys else []
-            if parts is not None and (parts != default or found.base_model_prefix != about["base"]):
-                classes[f"{model_type} {name}"] = {"base": found.base_model_prefix, "parts": parts}
+            if parts is not None and (parts != default or model_class.base_model_prefix != about["base"]):
+                classes[f"{model_type} {name}"] = {"base": model_class.base_model_prefix, "parts": parts}
         types[model_type] = about
     return {
         "transformers": transformers.__version__,
@@ -57,35 +58,44 @@ def table() -> dict[str, Any]:
     }
 
 
-def numbered(transforms: list[Any], rules: list[dict[str, Any]], positions: dict[str, int]) -> list[int]:
-    """Add the rules that are new, and return the positions of all."""
-    from portable.private.of_transformers import rule_of
+def number_rules(transforms: list[Any], rules: list[dict[str, Any]], positions: dict[str, int]) -> list[int]:
+    """Append new rules to a list.
 
-    found = []
+    Args:
+        transforms: Rules of transformers.
+        rules: List of rules in JSON form, to which new rules are appended.
+        positions: Position of each rule, keyed by its JSON text. It is updated.
+
+    Returns:
+        The position of each transform in ``rules``.
+    """
+    from portable.private.of_transformers import convert_rule
+
+    numbers = []
     for transform in transforms:
-        rule = rule_of(transform)
+        rule = convert_rule(transform)
         text = json.dumps(rule)
         if text not in positions:
             positions[text] = len(rules)
             rules.append(rule)
-        found.append(positions[text])
-    return found
+        numbers.append(positions[text])
+    return numbers
 
 
-def classes_of(model_type: str) -> list[str]:
-    """Return the classes that transformers' auto classes know for a model type."""
+def list_classes(model_type: str) -> list[str]:
+    """Return the classes that the auto classes of transformers support for a model type."""
     from transformers.models.auto import modeling_auto
 
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name, mapping in vars(modeling_auto).items():
         if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES") and model_type in mapping:
             named = mapping[model_type]
-            found |= dict.fromkeys([named] if isinstance(named, str) else named)
-    return list(found)
+            names |= dict.fromkeys([named] if isinstance(named, str) else named)
+    return list(names)
 
 
-def config_of(model_type: str) -> Any:
-    """Return a small config of a model type, or None if transformers cannot make one."""
+def create_config(model_type: str) -> Any:
+    """Create a small config of a model type, or return None if transformers cannot create the config."""
     from transformers import AutoConfig
 
     from tests.tiny_models import tiny_config
@@ -100,40 +110,46 @@ def config_of(model_type: str) -> Any:
             return None
 
 
-def parts_of(model_class: Any, model_type: str) -> list[list[Any]] | None:
-    """Return the parts of a model that have rules, or None if the model cannot be built.
+def find_submodels(model_class: Any, model_type: str) -> list[list[Any]] | None:
+    """Find the submodels of a model that have their own rules.
 
-    Each is its path, the key of its rules, the keys that lead to its config, and the config's model type.
+    Args:
+        model_class: Class of the model.
+        model_type: Model type of the config.
+
+    Returns:
+        Path, key of the rules, keys that lead to the config, and model type of each submodel. None if the
+        model cannot be built.
     """
     import torch
     from transformers import PreTrainedModel, conversion_mapping
 
-    config = config_of(model_type)
+    config = create_config(model_type)
     try:
         with torch.device("meta"):
             model = model_class(config)
     except Exception:
         return None
     of_transform: dict[int, str] = {}
-    plain = conversion_mapping.get_checkpoint_conversion_mapping
+    get_mapping = conversion_mapping.get_checkpoint_conversion_mapping
 
-    def noted(key: str) -> Any:
-        found = plain(key)
-        of_transform.update({id(transform): key for transform in found or ()})
-        return found
+    def get_and_record(key: str) -> Any:
+        transforms = get_mapping(key)
+        of_transform.update({id(transform): key for transform in transforms or ()})
+        return transforms
 
-    conversion_mapping.get_checkpoint_conversion_mapping = noted
+    conversion_mapping.get_checkpoint_conversion_mapping = get_and_record
     try:
         transforms = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
     finally:
-        conversion_mapping.get_checkpoint_conversion_mapping = plain
+        conversion_mapping.get_checkpoint_conversion_mapping = get_mapping
     base = model.base_model_prefix
     paths = {
         name.removeprefix(base).removeprefix("."): name
         for name, module in reversed(list(model.named_modules()))
         if name and isinstance(module, PreTrainedModel)
     }
-    of_config = {id(found): keys for keys, found in reversed(list(configs(model.config, ())))}
+    of_config = {id(config): keys for keys, config in reversed(list(iterate_configs(model.config, ())))}
     parts: dict[str, list[Any]] = {}
     for transform in transforms:
         scope = transform.scope_prefix
@@ -144,26 +160,26 @@ def parts_of(model_class: Any, model_type: str) -> list[list[Any]] | None:
     return list(parts.values())
 
 
-def configs(config: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Return a config and all configs inside it, with the keys that lead to them."""
+def iterate_configs(config: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield a config and all nested configs, with the keys that lead to them."""
     from transformers import PretrainedConfig
 
     yield keys, config
     for key, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
-            yield from configs(value, (*keys, key))
+            yield from iterate_configs(value, (*keys, key))
 
 
 def main() -> None:
     """Write the file."""
-    found = table()
-    # One rule, model type or class per line, so that a difference can be read.
-    lines = ["{", f' "transformers": {json.dumps(found.pop("transformers"))},']
-    for name, value in found.items():
+    content = build_table()
+    # Write one rule, model type, or class per line, so diffs are readable.
+    lines = ["{", f' "transformers": {json.dumps(content.pop("transformers"))},']
+    for name, value in content.items():
         items = (
-            [json.dumps(one) for one in value]
+            [json.dumps(item) for item in value]
             if isinstance(value, list)
-            else [f"{json.dumps(key)}: {json.dumps(one)}" for key, one in value.items()]
+            else [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
         )
         opening, closing = "[]" if isinstance(value, list) else "{}"
         lines += [

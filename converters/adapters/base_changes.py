@@ -116,7 +116,7 @@ class BaseChanges:
         with blame(self.base.root):
             found = self.names.find(live)
         if found is None:
-            near = self.names.nearest(live)
+            near = self.names.find_similar_name(live)
             hint = f"; the nearest is {near!r}" if near else ""
             raise CheckpointError(
                 f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "

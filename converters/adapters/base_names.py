@@ -1,7 +1,8 @@
-"""Where a parameter of a model in memory lies in the files of its checkpoint.
+"""Locations of a model's parameters in the files of its checkpoint.
 
-transformers renames tensors while it loads them, and stacks the experts of a layer into one parameter. An
-adapter has the names in memory, its base mostly has published names. `converters.names` holds the rules.
+transformers renames tensors when it loads a model, and stacks the experts of a layer into one parameter. An
+adapter has the names in memory, but its base model usually has published names. `converters.names` contains
+the rules.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import CheckpointError
-from converters.names.name_rules import possible_rules
-from converters.names.published import are_live, to_files, to_memory
+from converters.names.name_rules import iterate_possible_rules
+from converters.names.published import are_live, arrange_for_files, arrange_for_memory
 from converters.tensors.arranged import ZEROS
 
 if TYPE_CHECKING:
@@ -24,22 +25,23 @@ if TYPE_CHECKING:
     from converters.tensors.arranged import Arrangement, Tile
     from converters.tensors.tensor import Shape, Tensor
 
-# Modules of a base model, which an adapter for a model with a head has in front, or the other way round.
+# Names of the base model's module. They are optional, because the adapter or the base may lack the head.
 _OUTER = re.compile(r"(model|transformer|bert|roberta|gpt_neox|decoder|encoder|base_model|backbone)\.")
-_NEAREST = 20_000
+_MAX_CANDIDATES = 20_000
 
 
 @dataclass(frozen=True)
 class Region:
-    """Rows of a tensor in the files that hold rows of a parameter in memory.
+    """A range of rows of a parameter in memory, and their location in the files.
 
-    For a stack of experts, the first two dimensions together count as rows. Otherwise, only the first does.
+    The rows of a stack of experts are its first two dimensions, flattened. Otherwise, the rows are the first
+    dimension.
 
     Attributes:
         name: Name of the tensor in the files.
         row: First row in this tensor.
         start: First row in the parameter.
-        stop: Row after the last one in the parameter.
+        stop: End of the rows in the parameter, exclusive.
     """
 
     name: str
@@ -50,12 +52,12 @@ class Region:
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter in memory.
+    """The location of a parameter in the files.
 
     Attributes:
-        shape: Its shape.
-        regions: The regions of the files that hold its rows.
-        whole: Name of the tensor in the files that is identical to it, or None.
+        shape: Shape of the parameter in memory.
+        regions: Regions of the files that contain the rows of the parameter.
+        whole: Name of the tensor in the files that is identical to the parameter, or None.
     """
 
     shape: Shape
@@ -63,27 +65,27 @@ class Found:
     whole: str | None = None
 
 
-class _Arranged(NamedTuple):
-    """The parameters of the base as one class of models has them.
+class _LiveParameters(NamedTuple):
+    """The parameters that the base has if it is loaded with one class of transformers.
 
     Attributes:
-        arranged: The arrangement of each parameter, by name.
-        refused: Parameters that cannot be arranged, with the reason.
+        arrangements: Arrangement of each parameter, keyed by name.
+        errors: Error message for each parameter that cannot be arranged, keyed by name.
         base: Name of the base model's module.
     """
 
-    arranged: Mapping[str, Arrangement]
-    refused: Mapping[str, str]
+    arrangements: Mapping[str, Arrangement]
+    errors: Mapping[str, str]
     base: str
 
 
 class BaseNames:
-    """The tensors of a base model, found by their names in memory.
+    """Lookup of a base model's tensors by their names in memory.
 
     Args:
-        tensors: The tensors of the base.
-        aliases: Other names of tied tensors.
-        config: The base's `config.json`.
+        tensors: Tensors of the base model, keyed by name.
+        aliases: Tied tensors, as a mapping from alias to owner.
+        config: The base model's `config.json`.
     """
 
     def __init__(
@@ -92,110 +94,130 @@ class BaseNames:
         self.tensors = tensors
         self.aliases = aliases
         self._config = config
-        self._arranged: list[_Arranged] = []
+        self._computed: list[_LiveParameters] = []
 
     def find(self, live: str) -> Found | None:
-        """Return the parameter of this name in memory, or None if the files hold nothing like it.
+        """Find a parameter in the files.
 
-        A tied alias is found under its own name.
+        Args:
+            live: Name of the parameter in memory. May be an alias of a tied tensor.
+
+        Returns:
+            The location of the parameter, or None if the files do not contain the parameter.
 
         Raises:
-            CheckpointError: The name could mean several tensors, or the parameter is stored in a form in
-                which it cannot be changed.
+            CheckpointError: If several tensors match the name, or if the parameter cannot be changed in the
+                layout of the files.
         """
         names = [live, _OUTER.sub("", live, count=1)]
-        for arranged, refused, base in self._arrangements():
+        for arrangements, errors, base in self._iterate_parameters():
             for name in dict.fromkeys([*names, f"{base}.{live}"]):
-                if name in refused:
-                    raise CheckpointError(f"{live!r}: {refused[name]}")
-                if name in arranged:
-                    return self._found(live, arranged[name])
+                if name in errors:
+                    raise CheckpointError(f"{live!r}: {errors[name]}")
+                if name in arrangements:
+                    return self._locate(live, arrangements[name])
         for name in names:
             if name in self._shapes:
-                return self._whole(name)
-        below = self._suffixes.get(live, ())
-        if len(below) > 1:
-            raise CheckpointError(f"{live!r} could be {below[0]!r} or {below[1]!r}")
-        return self._whole(below[0]) if below else None
+                return self._locate_tensor(name)
+        matches = self._names_by_suffix.get(live, ())
+        if len(matches) > 1:
+            raise CheckpointError(f"{live!r} could be {matches[0]!r} or {matches[1]!r}")
+        return self._locate_tensor(matches[0]) if matches else None
 
     @cached_property
     def _shapes(self) -> dict[str, Shape]:
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         return shapes | {alias: shapes[owner] for alias, owner in self.aliases.items() if owner in shapes}
 
-    def _arrangements(self) -> Iterator[_Arranged]:
-        """Yield the parameters in memory for each class that the base may be opened as.
+    def _iterate_parameters(self) -> Iterator[_LiveParameters]:
+        """Yield the parameters for each class with which transformers may load the base.
 
-        Each is computed when the ones before do not have a name.
+        The parameters of a class are only computed if the previous classes do not have the name that is
+        searched.
         """
-        yield from self._arranged
-        for made in self._following:
-            self._arranged.append(made)
-            yield made
+        yield from self._computed
+        for parameters in self._remaining:
+            self._computed.append(parameters)
+            yield parameters
 
     @cached_property
-    def _following(self) -> Iterator[_Arranged]:
-        for rules in possible_rules(self._config):
-            if are_live(self._shapes, rules):  # the adapter may have the names of the files
-                yield _Arranged(to_files(self._shapes, rules), {}, rules.base)
+    def _remaining(self) -> Iterator[_LiveParameters]:
+        for rules in iterate_possible_rules(self._config):
+            # If the base has names in memory, convert them to published names, which the adapter may have.
+            if are_live(self._shapes, rules):
+                yield _LiveParameters(arrange_for_files(self._shapes, rules), {}, rules.base)
                 continue
-            refused: dict[str, str] = {}
-            arranged = to_memory(self._shapes, rules, refused=refused)
-            yield _Arranged(arranged, refused, rules.base)
+            errors: dict[str, str] = {}
+            arrangements = arrange_for_memory(self._shapes, rules, errors=errors)
+            yield _LiveParameters(arrangements, errors, rules.base)
 
-    def _whole(self, name: str) -> Found:
+    def _locate_tensor(self, name: str) -> Found:
+        """Locate a parameter that is identical to a tensor in the files."""
         shape = self._shapes[name]
-        return Found(shape, (Region(name, 0, 0, _rows(shape)),), name)
+        return Found(shape, (Region(name, 0, 0, _count_rows(shape)),), name)
 
-    def _found(self, live: str, values: Arrangement) -> Found:
-        whole = values.whole(self._shapes.__getitem__)
-        if whole is not None:
-            return self._whole(whole)
-        regions = [region for tile in values.tiles for region in self._regions(live, values.shape, tile)]
+    def _locate(self, live: str, values: Arrangement) -> Found:
+        """Locate a parameter that is arranged from tensors in the files."""
+        identical = values.find_identical_source(self._shapes.__getitem__)
+        if identical is not None:
+            return self._locate_tensor(identical)
+        regions = [region for tile in values.tiles for region in self._find_regions(live, values.shape, tile)]
         return Found(values.shape, tuple(sorted(regions, key=lambda region: region.start)))
 
-    def _regions(self, live: str, shape: Shape, tile: Tile) -> Iterator[Region]:
-        """Yield the rows of a tile."""
-        stored = self._shapes.get(tile.source, ())
-        rank = len(shape)
-        inner = 2 if rank == 3 else 1  # number of dimensions that make up the rows
-        outer = 2 if len(stored) == 3 else 1
-        same = (
+    def _find_regions(self, live: str, shape: Shape, tile: Tile) -> Iterator[Region]:
+        """Yield the regions of a tile.
+
+        Raises:
+            CheckpointError: If the files store the elements of a row in a different order.
+        """
+        source_shape = self._shapes.get(tile.source, ())
+        # Number of dimensions that are flattened to rows, see `Region`.
+        row_dims = 2 if len(shape) == 3 else 1
+        source_row_dims = 2 if len(source_shape) == 3 else 1
+        has_same_rows = (
             tile.source != ZEROS
             and set(tile.steps) <= {1}
-            and tile.sizes[inner:] == shape[inner:] == stored[outer:]
-            and tile.dims[inner:] == tuple(range(outer, len(stored)))
-            and tile.dims[inner - 1] == outer - 1
+            and tile.sizes[row_dims:] == shape[row_dims:] == source_shape[source_row_dims:]
+            and tile.dims[row_dims:] == tuple(range(source_row_dims, len(source_shape)))
+            and tile.dims[row_dims - 1] == source_row_dims - 1
         )
-        if not same:
+        if not has_same_rows:
             raise CheckpointError(
-                f"{live!r} is stored in another order of its elements, in which it cannot be changed; merge "
-                "into a base in the layout that transformers uses in memory (portable-convert --names live)"
+                f"{live!r}: cannot be merged, because the base stores its elements in a different order; "
+                "convert the base with portable-convert --names live first"
             )
-        count = tile.sizes[inner - 1]
-        for i in range(tile.sizes[0] if inner == 2 else 1):
-            start = (tile.at[0] + i) * shape[1] + tile.at[1] if inner == 2 else tile.at[0]
-            row = tile.lows[outer - 1]
-            if outer == 2:
-                row += (tile.lows[0] + (i if inner == 2 and tile.dims[0] == 0 else 0)) * stored[1]
+        count = tile.sizes[row_dims - 1]
+        for i in range(tile.sizes[0] if row_dims == 2 else 1):
+            start = (tile.at[0] + i) * shape[1] + tile.at[1] if row_dims == 2 else tile.at[0]
+            row = tile.lows[source_row_dims - 1]
+            if source_row_dims == 2:
+                expert = tile.lows[0] + (i if row_dims == 2 and tile.dims[0] == 0 else 0)
+                row += expert * source_shape[1]
             yield Region(tile.source, row, start, start + count)
 
-    def nearest(self, live: str) -> str:
-        """The name in the files that is most like `live`; `""` if none is."""
+    def find_similar_name(self, live: str) -> str:
+        """Find the name in the files that is most similar to a name in memory.
+
+        Args:
+            live: Name of a parameter in memory.
+
+        Returns:
+            The most similar name, or an empty string if no name is similar.
+        """
         names = list(self.tensors)
-        tail = live.split(".")[-2:]
-        alike = [name for name in names if name.split(".")[-2:] == tail] or names
-        return next(iter(get_close_matches(live, alike[:_NEAREST], 1, 0.3)), "")
+        suffix = live.split(".")[-2:]
+        candidates = [name for name in names if name.split(".")[-2:] == suffix] or names
+        return next(iter(get_close_matches(live, candidates[:_MAX_CANDIDATES], 1, 0.3)), "")
 
     @cached_property
-    def _suffixes(self) -> dict[str, list[str]]:
-        """Live name -> the names that have one module more above it."""
-        found: dict[str, list[str]] = {}
+    def _names_by_suffix(self) -> dict[str, list[str]]:
+        """Names in the files, keyed by the name without its first module."""
+        names_by_suffix: dict[str, list[str]] = {}
         for name in self.tensors:
-            found.setdefault(name.partition(".")[2], []).append(name)
-        return found
+            names_by_suffix.setdefault(name.partition(".")[2], []).append(name)
+        return names_by_suffix
 
 
-def _rows(shape: Sequence[int]) -> int:
-    """The rows of a parameter: see `Region`."""
+def _count_rows(shape: Sequence[int]) -> int:
+    """Count the rows of a parameter, see `Region`."""
     return prod(shape[:-1]) if len(shape) == 3 else shape[0] if shape else 1

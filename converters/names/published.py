@@ -1,7 +1,7 @@
-"""Checkpoints under the names of published files, and under the names that transformers uses in memory.
+"""Conversion of tensors between published files and the names that transformers uses in memory.
 
 Both directions follow `converters.names.name_rules`. Tensors are rearranged lazily: most operations of the
-rules cut or stack along rows, so the result consists of spans of the same files.
+rules slice or stack rows, so the result consists of spans of the original files.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, blame
 from converters.limits import MAX_EXPERTS
-from converters.names.name_rules import Direction, Renaming, natural_order, with_legacy, writing
+from converters.names.name_rules import Direction, Renaming, add_legacy_rules, reverse_rules, sort_naturally
 from converters.tensors.arranged import (
     Arrangement,
-    chunks,
-    concatenated,
-    regrouped,
-    selected,
-    sliced,
-    source,
+    concatenate,
+    create_zeros,
+    interleave,
+    select,
+    slice_dim,
     split,
-    stacked,
-    transposed,
-    zeros,
+    split_into_chunks,
+    stack,
+    transpose,
+    wrap_source,
 )
 
 if TYPE_CHECKING:
@@ -34,128 +34,137 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Shape
 
 Arrays = dict[str, list[Arrangement]]
+_KEEP_NAMES = "use the --names option that keeps the names of the source"
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The context of an operation.
+class _OperationContext:
+    """Everything on which an operation depends, except its tensors and arguments.
 
     Attributes:
-        direction: The direction of the rule that is applied.
-        name: Name of the result, in which the first target is expanded.
+        direction: Direction of the rule that is applied.
+        name: Name of the result, with the first target pattern expanded.
         config: The model's `config.json`.
-        shape_of: Returns the shape of a parameter in memory, or None if it is unknown.
+        get_shape: Function that returns the shape of a parameter in memory, or None if the shape is unknown.
     """
 
     direction: Direction
     name: str
     config: Mapping[str, Any]
-    shape_of: Callable[[str], Shape | None]
+    get_shape: Callable[[str], Shape | None]
 
     @property
-    def text(self) -> Mapping[str, Any]:
-        """The config of the text model."""
-        found = self.config.get("text_config")
-        return found if isinstance(found, dict) else self.config
+    def text_config(self) -> Mapping[str, Any]:
+        """Config of the text model."""
+        text_config = self.config.get("text_config")
+        return text_config if isinstance(text_config, dict) else self.config
 
 
-def to_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str, Arrangement]:
-    """Arrange the tensors of a model in memory as in its published files.
+def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str, Arrangement]:
+    """Arrange the tensors of a model in memory as its published files contain them.
 
     Args:
-        shapes: Shape of each tensor, by its name in memory.
-        rules: The rules of the model.
+        shapes: Shape of each tensor, keyed by the name in memory.
+        rules: Rules of the model.
 
     Returns:
-        The arrangement of each published tensor, by its name.
+        The arrangement of each published tensor, keyed by the published name.
 
     Raises:
-        CheckpointError: A tensor cannot be rearranged.
+        CheckpointError: If a tensor cannot be rearranged.
     """
-    renaming = Renaming(writing(rules), write=True)
-    groups: dict[str, _Group] = {}
-    for name in natural_order(shapes):
+    renaming = Renaming(reverse_rules(rules), write=True)
+    groups: dict[str, _TensorGroup] = {}
+    for name in sort_naturally(shapes):
         key, converter = renaming.convert(name)
         if converter is None:
             key = renaming.rename(name)
-        groups.setdefault(key, _Group(converter)).add(name, converter, shapes[name])
-    found: dict[str, Arrangement] = {}
+        groups.setdefault(key, _TensorGroup(converter)).add(name, converter, shapes[name])
+    arrangements: dict[str, Arrangement] = {}
     for key, group in groups.items():
         if group.converter is None:
-            found[key] = group.only()
+            arrangements[key] = group.get_single()
             continue
-        direction = renaming.direction(group.converter[0])
-        made = group.convert(_Call(direction, key, rules.config, lambda name: shapes.get(name)))
-        found |= {renaming.rename(name): values for name, values in made.items()}
-    return found
+        direction = renaming.get_direction(group.converter[0])
+        context = _OperationContext(direction, key, rules.config, lambda name: shapes.get(name))
+        converted = group.convert(context)
+        arrangements |= {renaming.rename(name): values for name, values in converted.items()}
+    return arrangements
 
 
-def to_memory(
+def arrange_for_memory(
     shapes: Mapping[str, Shape],
     rules: NameRules,
     live: Mapping[str, Shape] | None = None,
-    refused: dict[str, str] | None = None,
+    errors: dict[str, str] | None = None,
 ) -> dict[str, Arrangement]:
-    """Arrange the tensors of published files as in memory.
+    """Arrange the tensors of published files as transformers loads them into memory.
 
     Args:
-        shapes: Shape of each tensor, by its published name.
-        rules: The rules of the model.
-        live: Shapes of the model's tensors in memory, if known. They decide about the base model's prefix.
-        refused: Receives the tensors that cannot be rearranged, with the reason.
+        shapes: Shape of each tensor, keyed by the published name.
+        rules: Rules of the model.
+        live: Shapes of the model's tensors in memory, if they are known. They determine whether names begin
+            with the base model's module.
+        errors: Dict that receives an error message for each tensor that cannot be rearranged.
+
+    Returns:
+        The arrangement of each tensor, keyed by the name in memory.
 
     Raises:
-        CheckpointError: A tensor cannot be rearranged, and `refused` is None.
+        CheckpointError: If a tensor cannot be rearranged, and `errors` is None.
     """
-    everything = with_legacy(rules) if not rules.recorded else rules
-    renaming = Renaming(everything.rules, write=False)
-    groups: dict[str, _Group] = {}
-    for name in natural_order(shapes):
+    all_rules = add_legacy_rules(rules) if not rules.recorded else rules
+    renaming = Renaming(all_rules.rules, write=False)
+    groups: dict[str, _TensorGroup] = {}
+    for name in sort_naturally(shapes):
         key, converter = renaming.convert(renaming.rename(name))
         if live is not None:
-            key = _with_base(key, rules.base, live)
+            key = _match_base_prefix(key, rules.base, live)
             if key not in live and name in live:
                 key, converter = name, None
-        groups.setdefault(key, _Group(converter)).add(name, converter, shapes[name])
-    found: dict[str, Arrangement] = {}
+        groups.setdefault(key, _TensorGroup(converter)).add(name, converter, shapes[name])
+    arrangements: dict[str, Arrangement] = {}
 
-    def shape_of(name: str) -> Shape | None:
+    def get_shape(name: str) -> Shape | None:
         return None if live is None else live.get(name)
 
     for key, group in groups.items():
         try:
             if group.converter is None:
-                found[key] = group.only()
+                arrangements[key] = group.get_single()
                 continue
-            direction = renaming.direction(group.converter[0])
-            found |= group.convert(_Call(direction, key, rules.config, shape_of))
+            direction = renaming.get_direction(group.converter[0])
+            arrangements |= group.convert(_OperationContext(direction, key, rules.config, get_shape))
         except CheckpointError as error:
-            if refused is None:
+            if errors is None:
                 raise
-            refused[key] = str(error)
-    return found
+            errors[key] = str(error)
+    return arrangements
 
 
-def unclaimed(names: Collection[str], rules: NameRules, live: Collection[str]) -> list[str]:
-    """Return the published names that no tensor of the model in memory has.
+def find_unclaimed_names(names: Collection[str], rules: NameRules, live: Collection[str]) -> list[str]:
+    """Find published tensors that do not correspond to a tensor of the model in memory.
 
     Args:
-        names: All names in the files.
-        rules: The rules of the model.
-        live: The names of the model's tensors in memory, including tied ones.
+        names: Names of all tensors in the files.
+        rules: Rules of the model.
+        live: Names of the model's tensors in memory, including tied tensors.
+
+    Returns:
+        The published names, in natural order.
     """
-    everything = with_legacy(rules) if not rules.recorded else rules
-    renaming = Renaming(everything.rules, write=False)
-    found = []
-    for name in natural_order(names):
+    all_rules = add_legacy_rules(rules) if not rules.recorded else rules
+    renaming = Renaming(all_rules.rules, write=False)
+    unclaimed = []
+    for name in sort_naturally(names):
         key, _ = renaming.convert(renaming.rename(name))
-        if _with_base(key, rules.base, live) not in live and name not in live:
-            found.append(name)
-    return found
+        if _match_base_prefix(key, rules.base, live) not in live and name not in live:
+            unclaimed.append(name)
+    return unclaimed
 
 
-def _with_base(key: str, base: str, live: Collection[str]) -> str:
-    """Add the base model's module in front of a name, or remove it, if only then the model has the name."""
+def _match_base_prefix(key: str, base: str, live: Collection[str]) -> str:
+    """Add or remove the base model's module at the beginning of a name if this gives a name of the model."""
     if not base:
         return key
     if key.startswith(base) and key[len(base) + 1 :] in live:
@@ -164,261 +173,305 @@ def _with_base(key: str, base: str, live: Collection[str]) -> str:
 
 
 def are_live(names: Collection[str], rules: NameRules) -> bool:
-    """Whether these are names in memory that differ from the published ones.
+    """Return whether tensors have names that transformers uses in memory and not in published files.
 
-    Files of other programs may hold either kind of names. A name in memory changes when it is written, and
-    reading the result gives the same name again; a published name does the same in the other order. Names
-    that do both decide nothing.
+    A name in memory changes if it is converted to a published name, and converting the result back restores
+    the name. A published name behaves the same way in the opposite direction. Names that fulfill both or
+    neither condition are ignored.
+
+    Args:
+        names: Names of all tensors.
+        rules: Rules of the model.
+
+    Returns:
+        True if there are more names in memory than published names.
     """
-    back = Renaming(writing(rules), write=True)
-    forth = Renaming(with_legacy(rules).rules, write=False)
+    write_renaming = Renaming(reverse_rules(rules), write=True)
+    read_renaming = Renaming(add_legacy_rules(rules).rules, write=False)
 
-    def written(name: str) -> tuple[str, bool]:
-        changed, converter = back.convert(name)
-        changed = back.rename(changed.replace("*.", "0."))
+    def write(name: str) -> tuple[str, bool]:
+        changed, converter = write_renaming.convert(name)
+        changed = write_renaming.rename(changed.replace("*.", "0."))
         return changed, converter is not None or changed != name
 
     def read(name: str) -> tuple[str, bool]:
-        changed, converter = forth.convert(forth.rename(name))
+        changed, converter = read_renaming.convert(read_renaming.rename(name))
         return changed, converter is not None or changed != name
 
-    def returns(name: str, first: Callable[[str], tuple[str, bool]], second: Callable[[str], Any]) -> bool:
+    def is_restored(
+        name: str, first: Callable[[str], tuple[str, bool]], second: Callable[[str], Any]
+    ) -> bool:
         changed, differs = first(name)
-        return differs and _numbers(second(changed)[0]) == _numbers(name)
+        return differs and _mask_numbers(second(changed)[0]) == _mask_numbers(name)
 
     live = published = 0
-    # One expert and one layer decide for all: a large mixture has 100,000 names.
-    for name in {_numbers(name): name for name in natural_order(names)}.values():
-        one, other = returns(name, written, read), returns(name, read, written)
-        live += one and not other
-        published += other and not one
+    # Examine one layer and one expert, because a large mixture of experts has more than 100,000 names.
+    for name in {_mask_numbers(name): name for name in sort_naturally(names)}.values():
+        is_live, is_published = is_restored(name, write, read), is_restored(name, read, write)
+        live += is_live and not is_published
+        published += is_published and not is_live
     return live > published
 
 
-def _numbers(name: str) -> str:
-    """Return the name with one number for all, since the experts of a stack become expert 0."""
+def _mask_numbers(name: str) -> str:
+    """Replace all numbers by 0, because the conversion of a stack names only expert 0."""
     return re.sub(r"\d+", "0", name)
 
 
-class _Group:
-    """Tensors that one rule turns into others."""
+class _TensorGroup:
+    """Tensors that one rule converts together.
+
+    Args:
+        converter: Index of the rule and source pattern, or None if the tensor is only renamed.
+    """
 
     def __init__(self, converter: tuple[int, str] | None) -> None:
         self.converter = converter
         self.arrays: Arrays = {}
 
     def add(self, name: str, converter: tuple[int, str] | None, shape: Shape) -> None:
+        """Add a tensor under the source pattern that its name matches."""
         pattern = "" if converter is None else converter[1]
-        self.arrays.setdefault(pattern, []).append(source(name, shape))
+        self.arrays.setdefault(pattern, []).append(wrap_source(name, shape))
 
-    def only(self) -> Arrangement:
-        arrays = [values for found in self.arrays.values() for values in found]
+    def get_single(self) -> Arrangement:
+        """Return the only tensor of the group.
+
+        Raises:
+            CheckpointError: If there are several tensors.
+        """
+        arrays = [values for matches in self.arrays.values() for values in matches]
         if len(arrays) > 1:
-            names = " and ".join(repr(values.sources()[0]) for values in arrays[:2])
-            raise CheckpointError(f"{names} would get the same name; --names live writes them as they are")
+            first, second = (values.list_sources()[0] for values in arrays[:2])
+            raise CheckpointError(f"{first!r} and {second!r} would get the same name; {_KEEP_NAMES}")
         return arrays[0]
 
-    def convert(self, call: _Call) -> dict[str, Arrangement]:
+    def convert(self, context: _OperationContext) -> dict[str, Arrangement]:
         """Apply the operations of the rule.
 
         Returns:
-            The results by name.
+            The arrangement of each result, keyed by name.
+
+        Raises:
+            CheckpointError: If the tensors cannot be rearranged.
         """
         arrays = dict(self.arrays)
-        with blame(call.name):
-            for operation in call.direction.operations:
+        with blame(context.name):
+            for operation in context.direction.operations:
                 function = _OPERATIONS.get(operation[0])
                 if function is None:
                     raise CheckpointError(
-                        f"transformers' {operation[0]} is not supported here; --names live writes the "
-                        "tensors as they are"
+                        f"requires the transformers operation {operation[0]}, which is not supported; "
+                        f"{_KEEP_NAMES}"
                     )
-                arrays = function(arrays, operation, call)
-        full = call.name.replace("*.", "0.")
-        target = next((key for key in arrays if key in full), None)
+                arrays = function(arrays, operation, context)
+        full_name = context.name.replace("*.", "0.")
+        target = next((key for key in arrays if key in full_name), None)
         if target is None:
             return {key: values[0] for key, values in arrays.items()}
-        front, _, rest = full.partition(target)
-        return {front + key + rest: values[0] for key, values in arrays.items()}
+        prefix, _, suffix = full_name.partition(target)
+        return {prefix + key + suffix: values[0] for key, values in arrays.items()}
 
 
-def _only(arrays: Arrays) -> Arrangement:
+def _get_single(arrays: Arrays) -> Arrangement:
     if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
-        raise CheckpointError("belongs to several tensors where one is expected")
+        raise CheckpointError("consists of several tensors, but the rule expects one")
     return next(iter(arrays.values()))[0]
 
 
-def _stack(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
     if len(arrays) == 1:
-        return {call.direction.targets[0]: [stacked(next(iter(arrays.values())), dim)]}
-    return {pattern: [stacked(values, dim)] for pattern, values in arrays.items()}
+        return {context.direction.targets[0]: [stack(next(iter(arrays.values())), dim)]}
+    return {pattern: [stack(values, dim)] for pattern, values in arrays.items()}
 
 
-def _unstack(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _unstack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
-    found: Arrays = {}
+    experts: Arrays = {}
     for pattern, (values, *_) in arrays.items():
-        name = call.direction.targets[0] if len(arrays) == 1 else pattern
+        name = context.direction.targets[0] if len(arrays) == 1 else pattern
         if values.shape[dim] > MAX_EXPERTS:
-            raise CheckpointError(f"a stack of {values.shape[dim]:,} experts is not supported")
+            raise CheckpointError(
+                f"is a stack of {values.shape[dim]:,} experts, but at most {MAX_EXPERTS:,} are supported; "
+                f"{_KEEP_NAMES}"
+            )
         for i in range(values.shape[dim]):
-            found[name.replace("*", str(i))] = [selected(values, dim, i)]
-    return found
+            experts[name.replace("*", str(i))] = [select(values, dim, i)]
+    return experts
 
 
-def _cat(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _concatenate(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim = operation[1]
-    parts = [one for pattern in call.direction.sources for one in arrays.get(pattern, ())]
-    # Earlier operations may have replaced the patterns by names of their own.
-    parts = parts or [one for values in arrays.values() for one in values]
-    return {call.direction.targets[0]: [concatenated(parts, dim)]}
+    parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
+    # Use the order of the arrays if earlier operations have replaced the patterns by other names.
+    parts = parts or [values for matches in arrays.values() for values in matches]
+    return {context.direction.targets[0]: [concatenate(parts, dim)]}
 
 
-def _chunk(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _chunk(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, attribute = operation[1:]
-    values = _only(arrays)
-    targets = list(call.direction.targets)
+    values = _get_single(arrays)
+    targets = list(context.direction.targets)
     if attribute is not None:
-        count = call.text.get(attribute)
+        count = context.text_config.get(attribute)
         if type(count) is not int or not 0 < count <= values.shape[dim]:
-            raise CheckpointError(f"config.json has no {attribute}, which says how many parts it has")
+            raise CheckpointError(
+                f"cannot be split, because config.json has no valid {attribute}; add {attribute} to "
+                "config.json"
+            )
         targets = [targets[0].replace("*", str(i)) for i in range(count)]
-    return {name: [part] for name, part in zip(targets, chunks(values, dim, len(targets)), strict=False)}
+    return {
+        name: [part]
+        for name, part in zip(targets, split_into_chunks(values, dim, len(targets)), strict=False)
+    }
 
 
-def _split(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _split(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
-    targets = call.direction.targets
+    targets = context.direction.targets
     sizes = []
     for target in targets:
-        shape = call.shape_of(call.name.replace(targets[0], target))
+        shape = context.get_shape(context.name.replace(targets[0], target))
         if shape is None:
-            raise CheckpointError("has parts whose sizes only the model knows; this is not supported here")
+            raise CheckpointError(
+                f"cannot be split, because the sizes of its parts depend on the model; {_KEEP_NAMES}"
+            )
         sizes.append(shape[dim])
-    parts = split(_only(arrays), dim, sizes)
+    parts = split(_get_single(arrays), dim, sizes)
     return {name: [part] for name, part in zip(targets, parts, strict=True)}
 
 
-def _transpose(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _transpose(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     first, second, check = operation[1:]
-    values = _only(arrays)
-    pattern = next(iter(arrays)) if len(call.direction.targets) > 1 else call.direction.targets[0]
+    values = _get_single(arrays)
+    pattern = next(iter(arrays)) if len(context.direction.targets) > 1 else context.direction.targets[0]
     if check:
-        shape = call.shape_of(call.name)
+        shape = context.get_shape(context.name)
         if shape is None:
-            raise CheckpointError("may be transposed, which only the model knows; this is not supported here")
+            raise CheckpointError(
+                f"cannot be converted, because its layout depends on the model; {_KEEP_NAMES}"
+            )
         if shape == values.shape:
             return {pattern: [values]}
-    return {pattern: [transposed(values, first, second)]}
+    return {pattern: [transpose(values, first, second)]}
 
 
-def _interleave(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _interleave(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, inverse = operation[1:]
-    values = _only(arrays)
-    outer = 2 if inverse else values.shape[dim] // 2
-    return {call.direction.targets[0]: [regrouped(values, dim, outer)]}
+    values = _get_single(arrays)
+    groups = 2 if inverse else values.shape[dim] // 2
+    return {context.direction.targets[0]: [interleave(values, dim, groups)]}
 
 
-def _rope(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
-    part, names, inverse = operation[1:]
-    config: Any = call.config if part is None else call.config.get(part, call.config)
+def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    config_key, names, inverse = operation[1:]
+    config: Any = context.config if config_key is None else context.config.get(config_key, context.config)
     heads = config.get("num_attention_heads", 1) if isinstance(config, dict) else 1
-    single = len(call.direction.targets) == 1 and len(call.direction.sources) == 1
-    found: Arrays = {}
+    is_single = len(context.direction.targets) == 1 and len(context.direction.sources) == 1
+    permuted: Arrays = {}
     for pattern, (values, *_) in arrays.items():
         if names is None or any(name in pattern for name in names):
             rows = values.shape[0]
             if type(heads) is not int or heads < 1 or rows % heads or (rows // heads) % 2:
-                raise CheckpointError(f"{rows} rows do not divide into pairs of {heads} attention heads")
+                raise CheckpointError(f"cannot divide {rows} rows into pairs for {heads} attention heads")
             size = rows // heads
-            outer = 2 if inverse else size // 2
-            values = concatenated(
-                [regrouped(sliced(values, 0, head * size, size), 0, outer) for head in range(heads)], 0
+            groups = 2 if inverse else size // 2
+            values = concatenate(
+                [interleave(slice_dim(values, 0, head * size, size), 0, groups) for head in range(heads)], 0
             )
-        found[call.direction.targets[0] if single else pattern] = [values]
-    return found
+        permuted[context.direction.targets[0] if is_single else pattern] = [values]
+    return permuted
 
 
-def _fuse_experts(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
-    """Stack the experts for text and the experts for images separately, and concatenate their parts."""
-    stack, cat = operation[1:]
-    targets = call.direction.targets
-    found: dict[str, list[Arrangement]] = {target: [] for target in targets}
-    for pattern in call.direction.sources:
+def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Stack text experts and image experts separately, and concatenate their projections."""
+    stack_dim, cat_dim = operation[1:]
+    targets = context.direction.targets
+    stacks: dict[str, list[Arrangement]] = {target: [] for target in targets}
+    for pattern in context.direction.sources:
         experts = arrays[pattern]
         size = -(-len(experts) // len(targets))
         for i, target in enumerate(targets):
-            found[target].append(stacked(experts[i * size : (i + 1) * size], stack))
-    return {target: [concatenated(parts, cat)] for target, parts in found.items()}
+            stacks[target].append(stack(experts[i * size : (i + 1) * size], stack_dim))
+    return {target: [concatenate(parts, cat_dim)] for target, parts in stacks.items()}
 
 
-def _part_experts(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
+def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Undo `_fuse_experts`."""
-    stack, cat = operation[1:]
-    targets = call.direction.targets
-    parts = [chunks(arrays[pattern][0], cat, len(targets)) for pattern in call.direction.sources]
-    found: Arrays = {}
+    stack_dim, cat_dim = operation[1:]
+    targets = context.direction.targets
+    parts = [
+        split_into_chunks(arrays[pattern][0], cat_dim, len(targets)) for pattern in context.direction.sources
+    ]
+    separated: Arrays = {}
     for i, target in enumerate(targets):
-        experts = [selected(part[i], stack, n) for part in parts for n in range(part[i].shape[stack])]
-        found |= {target.replace("*", str(n)): [expert] for n, expert in enumerate(experts)}
-    return found
+        experts = [
+            select(part[i], stack_dim, expert) for part in parts for expert in range(part[i].shape[stack_dim])
+        ]
+        separated |= {target.replace("*", str(n)): [expert] for n, expert in enumerate(experts)}
+    return separated
 
 
-def _merge_queries(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
-    """Join the queries of each layer that is run in a loop, or part them again."""
+def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Merge the queries of each layer that the model runs in a loop, or separate them again."""
     (inverse,) = operation[1:]
-    first, second = (*call.direction.targets, *call.direction.sources)[:2]
+    first, second = (*context.direction.targets, *context.direction.sources)[:2]
     if inverse:
-        values = _only(arrays)
+        values = _get_single(arrays)
 
-        def rows(order: tuple[int, int]) -> Arrangement:
-            layers = [selected(values, 0, i) for i in range(values.shape[0])]
-            return concatenated([sliced(layer, 0, n, 1) for layer in layers for n in order], 0)
+        def gather_rows(order: tuple[int, int]) -> Arrangement:
+            layers = [select(values, 0, i) for i in range(values.shape[0])]
+            return concatenate([slice_dim(layer, 0, n, 1) for layer in layers for n in order], 0)
 
-        return {first: [rows((0, 3))], second: [rows((1, 2))]}
-    queries, others = (arrays[pattern][0] for pattern in call.direction.sources)
+        return {first: [gather_rows((0, 3))], second: [gather_rows((1, 2))]}
+    queries, others = (arrays[pattern][0] for pattern in context.direction.sources)
     layers = [
-        concatenated(
-            [sliced(queries, 0, 2 * i, 1), sliced(others, 0, 2 * i, 2), sliced(queries, 0, 2 * i + 1, 1)], 0
+        concatenate(
+            [
+                slice_dim(queries, 0, 2 * i, 1),
+                slice_dim(others, 0, 2 * i, 2),
+                slice_dim(queries, 0, 2 * i + 1, 1),
+            ],
+            0,
         )
         for i in range(queries.shape[0] // 2)
     ]
-    return {call.direction.targets[0]: [stacked(layers, 0)]}
+    return {context.direction.targets[0]: [stack(layers, 0)]}
 
 
-def _unpad(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
-    """Remove the rows of the output head that no token uses, or add them again as zeros."""
+def _unpad(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Remove the padding rows of the output head, or restore them as zeros."""
     (inverse,) = operation[1:]
-    values = _only(arrays)
+    values = _get_single(arrays)
     key = "vocab_size" if inverse else "unpadded_vocab_size"
-    rows = call.text.get(key)
+    rows = context.text_config.get(key)
     if type(rows) is not int or rows < 0:
-        raise CheckpointError(f"config.json has no {key}")
+        raise CheckpointError(f"config.json has no valid {key}; add {key} to config.json")
     if inverse and rows > values.shape[0]:
-        values = concatenated([values, zeros((rows - values.shape[0], *values.shape[1:]))], 0)
+        values = concatenate([values, create_zeros((rows - values.shape[0], *values.shape[1:]))], 0)
     elif not inverse:
-        values = sliced(values, 0, 0, min(rows, values.shape[0]))
-    return {call.direction.targets[0]: [values]}
+        values = slice_dim(values, 0, 0, min(rows, values.shape[0]))
+    return {context.direction.targets[0]: [values]}
 
 
-def _plain(arrays: Arrays, operation: Operation, call: _Call) -> Arrays:
-    """Experts that are stored as floats; quantized ones are refused, since they have scales as well."""
-    return {call.direction.targets[0]: [_only(arrays)]}
+def _pass_float_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Return experts unchanged, raising an error if they are quantized and therefore have scales."""
+    return {context.direction.targets[0]: [_get_single(arrays)]}
 
 
-_OPERATIONS: dict[str, Callable[[Arrays, Operation, _Call], Arrays]] = {
+_OPERATIONS: dict[str, Callable[[Arrays, Operation, _OperationContext], Arrays]] = {
     "stack": _stack,
     "unstack": _unstack,
-    "cat": _cat,
+    "cat": _concatenate,
     "chunk": _chunk,
     "split": _split,
     "transpose": _transpose,
     "interleave": _interleave,
-    "rope": _rope,
+    "rope": _permute_rope,
     "fuse_experts": _fuse_experts,
-    "part_experts": _part_experts,
+    "part_experts": _unfuse_experts,
     "merge_queries": _merge_queries,
     "unpad": _unpad,
-    "plain_experts": _plain,
+    "plain_experts": _pass_float_experts,
 }

@@ -1,8 +1,8 @@
-"""Tensors put together from regions of other tensors, described before anything is read.
+"""Tensors assembled from regions of other tensors, described before any data is read.
 
-An `Arrangement` is a shape and the tiles that fill it. Each tile is a region of a source tensor, possibly
-with other dimensions or with steps between its elements. Stacking, cutting, concatenating and transposing
-only change the tiles, so the result is again a set of file spans that tile a tensor, and it streams.
+An `Arrangement` consists of a shape and the tiles that fill it. Each tile is a region of a source tensor,
+possibly with a different order of dimensions or with a step between its elements. Stacking, slicing,
+concatenating, and transposing only change the tiles, so the result can still be streamed from file spans.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Shape
 
 ZEROS = ""
-"""The source of a tile that is filled with zeros."""
+"""Source of a tile that is filled with zeros."""
 _MAX_TILES = 1 << 20
 
 
@@ -30,12 +30,12 @@ class Tile:
     """A region of a source tensor and its position in the result.
 
     Attributes:
-        at: First element in the result.
+        at: Index of the tile's first element in the result, per dimension.
         sizes: Number of elements along each dimension of the result.
         source: Name of the source tensor, or `ZEROS`.
-        lows: First element in the source.
-        dims: For each dimension of the result, the dimension of the source along which it runs; -1 for none.
-        steps: For each dimension of the result, the distance in the source between two elements.
+        lows: Index of the tile's first element in the source, per dimension.
+        dims: Source dimension for each dimension of the result, or -1 if there is none.
+        steps: Distance between consecutive elements in the source, for each dimension of the result.
     """
 
     at: Shape
@@ -48,7 +48,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The tiles of a tensor that is not stored in this form.
+    """The shape of a tensor and the tiles that fill it.
 
     Attributes:
         shape: Shape of the result.
@@ -58,43 +58,72 @@ class Arrangement:
     shape: Shape
     tiles: tuple[Tile, ...]
 
-    def whole(self, shape_of: Callable[[str], Shape]) -> str | None:
-        """Return the name of the source tensor if the result is identical to it, otherwise None.
+    def find_identical_source(self, get_shape: Callable[[str], Shape]) -> str | None:
+        """Find the source tensor that is identical to the result.
 
         Args:
-            shape_of: Returns the shape of a source tensor.
+            get_shape: Function that returns the shape of a source tensor.
+
+        Returns:
+            Name of the source tensor, or None if the result differs from its sources.
         """
         if len(self.tiles) != 1 or self.tiles[0].source == ZEROS:
             return None
         tile = self.tiles[0]
-        same = tile.sizes == self.shape == shape_of(tile.source) and tile.dims == (*range(len(self.shape)),)
-        return tile.source if same and set(tile.steps) <= {1} else None
+        is_complete = tile.sizes == self.shape == get_shape(tile.source)
+        in_order = tile.dims == (*range(len(self.shape)),) and set(tile.steps) <= {1}
+        return tile.source if is_complete and in_order else None
 
-    def sources(self) -> list[str]:
-        """Return the names of the source tensors, without repetition."""
+    def list_sources(self) -> list[str]:
+        """Return the name of each source tensor once, in the order of the tiles."""
         return [name for name in dict.fromkeys(tile.source for tile in self.tiles) if name != ZEROS]
 
 
-def source(name: str, shape: Sequence[int]) -> Arrangement:
-    """Return the arrangement of one source tensor, unchanged."""
+def wrap_source(name: str, shape: Sequence[int]) -> Arrangement:
+    """Return the arrangement of an unchanged source tensor.
+
+    Args:
+        name: Name of the source tensor.
+        shape: Shape of the source tensor.
+
+    Returns:
+        An arrangement with a single tile.
+    """
     shape = tuple(shape)
-    rank = len(shape)
-    tile = Tile((0,) * rank, shape, name, (0,) * rank, tuple(range(rank)), (1,) * rank)
+    ndim = len(shape)
+    tile = Tile((0,) * ndim, shape, name, (0,) * ndim, tuple(range(ndim)), (1,) * ndim)
     return Arrangement(shape, (tile,))
 
 
-def zeros(shape: Sequence[int]) -> Arrangement:
-    """Return an arrangement filled with zeros."""
+def create_zeros(shape: Sequence[int]) -> Arrangement:
+    """Create an arrangement that is filled with zeros."""
     shape = tuple(shape)
-    rank = len(shape)
-    return Arrangement(shape, (Tile((0,) * rank, shape, ZEROS, (), (-1,) * rank, (1,) * rank),))
+    ndim = len(shape)
+    return Arrangement(shape, (Tile((0,) * ndim, shape, ZEROS, (), (-1,) * ndim, (1,) * ndim),))
 
 
-def sliced(values: Arrangement, dim: int, low: int, count: int, step: int = 1) -> Arrangement:
-    """Take `count` elements along `dim`, starting at `low`, every `step`-th one."""
+def slice_dim(values: Arrangement, dim: int, low: int, count: int, step: int = 1) -> Arrangement:
+    """Slice an arrangement along one dimension.
+
+    Args:
+        values: Arrangement to slice.
+        dim: Dimension to slice.
+        low: Index of the first element.
+        count: Number of elements.
+        step: Distance between two elements.
+
+    Returns:
+        An arrangement with `count` elements along `dim`.
+
+    Raises:
+        CheckpointError: If the slice exceeds the shape.
+    """
     dim %= len(values.shape)
     if low < 0 or count < 0 or (count and low + (count - 1) * step >= values.shape[dim]):
-        raise CheckpointError(f"cannot take {count} elements from {low} on of shape {list(values.shape)}")
+        raise CheckpointError(
+            f"cannot slice elements {low} to {low + (count - 1) * step} of dimension {dim} of shape "
+            f"{list(values.shape)}"
+        )
     tiles = []
     for tile in values.tiles:
         begin, size = tile.at[dim], tile.sizes[dim]
@@ -109,90 +138,118 @@ def sliced(values: Arrangement, dim: int, low: int, count: int, step: int = 1) -
         tiles.append(
             replace(
                 tile,
-                at=_put(tile.at, dim, first),
-                sizes=_put(tile.sizes, dim, last - first + 1),
+                at=_replace_size(tile.at, dim, first),
+                sizes=_replace_size(tile.sizes, dim, last - first + 1),
                 lows=tuple(lows),
                 steps=tuple(steps),
             )
         )
-    return Arrangement(_put(values.shape, dim, count), tuple(tiles))
+    return Arrangement(_replace_size(values.shape, dim, count), tuple(tiles))
 
 
-def selected(values: Arrangement, dim: int, index: int) -> Arrangement:
-    """Take one element along `dim` and remove the dimension."""
+def select(values: Arrangement, dim: int, index: int) -> Arrangement:
+    """Select one element along `dim` and remove this dimension, as `torch.select` does."""
     dim %= len(values.shape)
-    one = sliced(values, dim, index, 1)
+    element = slice_dim(values, dim, index, 1)
 
-    def without(sizes: Shape) -> Shape:
+    def drop(sizes: Shape) -> Shape:
         return sizes[:dim] + sizes[dim + 1 :]
 
     tiles = (
-        replace(
-            tile,
-            at=without(tile.at),
-            sizes=without(tile.sizes),
-            dims=without(tile.dims),
-            steps=without(tile.steps),
-        )
-        for tile in one.tiles
+        replace(tile, at=drop(tile.at), sizes=drop(tile.sizes), dims=drop(tile.dims), steps=drop(tile.steps))
+        for tile in element.tiles
     )
-    return Arrangement(without(one.shape), tuple(tiles))
+    return Arrangement(drop(element.shape), tuple(tiles))
 
 
-def chunks(values: Arrangement, dim: int, count: int) -> list[Arrangement]:
-    """Cut along `dim` into `count` parts. The last part may be smaller."""
+def split_into_chunks(values: Arrangement, dim: int, count: int) -> list[Arrangement]:
+    """Split an arrangement into chunks along `dim`, as `torch.chunk` does.
+
+    Args:
+        values: Arrangement to split.
+        dim: Dimension to split.
+        count: Number of chunks.
+
+    Returns:
+        Chunks of equal size, except that the last chunk may be smaller. There may be fewer than `count`
+        chunks if the dimension is small.
+    """
     dim %= len(values.shape)
     length = values.shape[dim]
     size = -(-length // count)
     starts = range(0, length, size) if size else ()
-    return [sliced(values, dim, low, min(size, length - low)) for low in starts]
+    return [slice_dim(values, dim, low, min(size, length - low)) for low in starts]
 
 
 def split(values: Arrangement, dim: int, sizes: Sequence[int]) -> list[Arrangement]:
-    """Cut along `dim` into parts of these sizes."""
+    """Split an arrangement along `dim` into parts of the given sizes, as `torch.split` does.
+
+    Args:
+        values: Arrangement to split.
+        dim: Dimension to split.
+        sizes: Size of each part along `dim`.
+
+    Returns:
+        The parts, in order.
+
+    Raises:
+        CheckpointError: If the sizes do not add up to the size of the dimension.
+    """
     parts, low = [], 0
     for size in sizes:
-        parts.append(sliced(values, dim, low, size))
+        parts.append(slice_dim(values, dim, low, size))
         low += size
     if low != values.shape[dim]:
-        raise CheckpointError(f"parts of {list(sizes)} do not fit the shape {list(values.shape)}")
+        raise CheckpointError(f"cannot split shape {list(values.shape)} into parts of {list(sizes)}")
     return parts
 
 
-def concatenated(parts: Sequence[Arrangement], dim: int) -> Arrangement:
-    """Concatenate along `dim`."""
+def concatenate(parts: Sequence[Arrangement], dim: int) -> Arrangement:
+    """Concatenate arrangements along `dim`.
+
+    Args:
+        parts: Arrangements whose shapes differ only in `dim`.
+        dim: Dimension along which to concatenate.
+
+    Returns:
+        An arrangement with the tiles of all parts.
+
+    Raises:
+        CheckpointError: If the shapes do not match, or if there are too many tiles.
+    """
     first = parts[0]
     dim %= len(first.shape)
     tiles: list[Tile] = []
     length = 0
     for part in parts:
-        if _put(part.shape, dim, 0) != _put(first.shape, dim, 0):
-            raise CheckpointError(f"shapes {list(first.shape)} and {list(part.shape)} do not fit each other")
-        tiles += (replace(tile, at=_put(tile.at, dim, tile.at[dim] + length)) for tile in part.tiles)
+        if _replace_size(part.shape, dim, 0) != _replace_size(first.shape, dim, 0):
+            raise CheckpointError(
+                f"cannot concatenate shapes {list(first.shape)} and {list(part.shape)} along dimension {dim}"
+            )
+        tiles += (replace(tile, at=_replace_size(tile.at, dim, tile.at[dim] + length)) for tile in part.tiles)
         length += part.shape[dim]
-    if len(tiles) > _MAX_TILES:
-        raise CheckpointError(f"consists of {len(tiles):,} regions, which is not supported")
-    return Arrangement(_put(first.shape, dim, length), tuple(tiles))
+    _check_tile_count(len(tiles))
+    return Arrangement(_replace_size(first.shape, dim, length), tuple(tiles))
 
 
-def stacked(parts: Sequence[Arrangement], dim: int) -> Arrangement:
-    """Stack along a new dimension."""
+def stack(parts: Sequence[Arrangement], dim: int) -> Arrangement:
+    """Stack arrangements of the same shape along a new dimension `dim`."""
     dim %= len(parts[0].shape) + 1
 
-    def grown(sizes: Shape, value: int) -> Shape:
+    def insert(sizes: Shape, value: int) -> Shape:
         return (*sizes[:dim], value, *sizes[dim:])
 
-    return concatenated(
+    return concatenate(
         [
             Arrangement(
-                grown(part.shape, 1),
+                insert(part.shape, 1),
                 tuple(
                     replace(
                         tile,
-                        at=grown(tile.at, 0),
-                        sizes=grown(tile.sizes, 1),
-                        dims=grown(tile.dims, -1),
-                        steps=grown(tile.steps, 1),
+                        at=insert(tile.at, 0),
+                        sizes=insert(tile.sizes, 1),
+                        dims=insert(tile.dims, -1),
+                        steps=insert(tile.steps, 1),
                     )
                     for tile in part.tiles
                 ),
@@ -203,57 +260,72 @@ def stacked(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     )
 
 
-def transposed(values: Arrangement, first: int, second: int) -> Arrangement:
-    """Exchange two dimensions."""
+def transpose(values: Arrangement, first: int, second: int) -> Arrangement:
+    """Swap two dimensions."""
     order = list(range(len(values.shape)))
     order[first], order[second] = order[second], order[first]
 
-    def turned(sizes: Shape) -> Shape:
+    def permute(sizes: Shape) -> Shape:
         return tuple(sizes[dim] for dim in order)
 
     tiles = (
         replace(
             tile,
-            at=turned(tile.at),
-            sizes=turned(tile.sizes),
-            dims=turned(tile.dims),
-            steps=turned(tile.steps),
+            at=permute(tile.at),
+            sizes=permute(tile.sizes),
+            dims=permute(tile.dims),
+            steps=permute(tile.steps),
         )
         for tile in values.tiles
     )
-    return Arrangement(turned(values.shape), tuple(tiles))
+    return Arrangement(permute(values.shape), tuple(tiles))
 
 
-def regrouped(values: Arrangement, dim: int, outer: int) -> Arrangement:
-    """Take the elements along `dim` as a matrix with `outer` rows, and transpose this matrix.
+def interleave(values: Arrangement, dim: int, groups: int) -> Arrangement:
+    """Interleave groups of consecutive elements along `dim`.
 
-    With two rows, the elements of the first half and of the second half alternate afterwards.
+    This is equivalent to reshaping the dimension to a matrix with `groups` rows, transposing the matrix, and
+    flattening it again. For example, two groups interleave the first half with the second half.
+
+    Args:
+        values: Arrangement to reorder.
+        dim: Dimension along which to interleave.
+        groups: Number of groups.
+
+    Returns:
+        An arrangement of the same shape.
+
+    Raises:
+        CheckpointError: If the dimension is not divisible by `groups`, or if there are too many tiles.
     """
     length = values.shape[dim]
-    if outer < 1 or length % outer:
-        raise CheckpointError(f"{length} elements do not divide into {outer} groups")
-    inner = length // outer
-    if 1 in (inner, outer):
+    if groups < 1 or length % groups:
+        raise CheckpointError(f"cannot divide {length} elements into {groups} groups of equal size")
+    size = length // groups
+    if 1 in (size, groups):
         return values
-    if inner > _MAX_TILES:
-        raise CheckpointError(f"consists of {inner:,} regions, which is not supported")
-    return concatenated([sliced(values, dim, i, outer, inner) for i in range(inner)], dim)
+    _check_tile_count(size)
+    return concatenate([slice_dim(values, dim, i, groups, size) for i in range(size)], dim)
 
 
-def arranged(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Make the tensor that an arrangement describes.
+def arrange(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Build the tensor that an arrangement describes, without reading any data.
 
     Args:
         name: Name of the new tensor, used in error messages.
-        values: The arrangement.
-        tensors: The source tensors by name.
+        values: Arrangement of the new tensor.
+        tensors: Source tensors, keyed by name.
+
+    Returns:
+        The new tensor, or the source tensor if it is identical.
 
     Raises:
-        CheckpointError: The source tensors have several dtypes.
+        CheckpointError: If the source tensors have different dtypes.
     """
-    if (same := values.whole(lambda source: tensors[source].shape)) is not None:
-        return tensors[same]
-    dtypes = {tensors[part].dtype for part in values.sources()}
+    identical = values.find_identical_source(lambda source: tensors[source].shape)
+    if identical is not None:
+        return tensors[identical]
+    dtypes = {tensors[source].dtype for source in values.list_sources()}
     if len(dtypes) != 1:
         names = " and ".join(sorted(dtypes))
         raise CheckpointError(f"{name}: consists of tensors of several dtypes ({names}); convert them to one")
@@ -261,30 +333,29 @@ def arranged(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> T
     boxes: list[Box] = []
     for tile in values.tiles:
         if tile.source == ZEROS:
-            empty = View(Memory(bytes(itemsize(dtype))), 0, (0,) * len(tile.sizes))
-            boxes.append(Box(tile.at, tile.sizes, empty))
+            zero = View(Memory(bytes(itemsize(dtype))), 0, (0,) * len(tile.sizes))
+            boxes.append(Box(tile.at, tile.sizes, zero))
         else:
-            boxes += _boxes(tile, tensors[tile.source])
+            boxes += _find_boxes(tile, tensors[tile.source])
     return Tensor(name, dtype, values.shape, boxes)
 
 
-def _boxes(tile: Tile, tensor: Tensor) -> list[Box]:
-    """Return the parts of a tile that lie in each piece of its source tensor."""
+def _find_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
+    """Return the intersections of a tile with the boxes of its source tensor."""
     extents = [1] * len(tensor.shape)
     for dim, size, step in zip(tile.dims, tile.sizes, tile.steps, strict=True):
         if dim >= 0:
             extents[dim] = (size - 1) * step + 1
-    found = []
+    boxes = []
     for box in tensor.find_overlapping_boxes(tile.lows, tuple(extents)):
-        along = set(tile.dims)
-        outside = any(
+        is_outside = any(
             not offset <= low < offset + size
             for dim, (low, offset, size) in enumerate(zip(tile.lows, box.offsets, box.sizes, strict=True))
-            if dim not in along
+            if dim not in tile.dims
         )
-        if outside:
+        if is_outside:
             continue
-        at, sizes, begin = [], [], list(tile.lows)
+        offsets, sizes, begin = [], [], list(tile.lows)
         for start, count, dim, step in zip(tile.at, tile.sizes, tile.dims, tile.steps, strict=True):
             first, last = 0, count - 1
             if dim >= 0:
@@ -292,29 +363,34 @@ def _boxes(tile: Tile, tensor: Tensor) -> list[Box]:
                 first = max(0, -((tile.lows[dim] - offset) // step))
                 last = min(last, (offset + size - 1 - tile.lows[dim]) // step)
                 begin[dim] += first * step
-            at.append(start + first)
+            offsets.append(start + first)
             sizes.append(last - first + 1)
         if min(sizes, default=1) < 1:
             continue
-        inside = tuple(low - offset for low, offset in zip(begin, box.offsets, strict=True))
-        located = box.located
-        view = _view(located, inside, tile) if located else _later(box, inside, tile)
-        found.append(Box(tuple(at), tuple(sizes), view))
-    return found
+        index = tuple(low - offset for low, offset in zip(begin, box.offsets, strict=True))
+        available = box.available_view
+        view = _make_view(available, index, tile) if available else _defer_view(box, index, tile)
+        boxes.append(Box(tuple(offsets), tuple(sizes), view))
+    return boxes
 
 
-def _later(box: Box, inside: Shape, tile: Tile) -> Callable[[], View]:
-    return lambda: _view(box.view, inside, tile)
+def _defer_view(box: Box, index: Shape, tile: Tile) -> Callable[[], View]:
+    return lambda: _make_view(box.view, index, tile)
 
 
-def _view(held: View, inside: Shape, tile: Tile) -> View:
-    """Return the view of a tile that begins at the element `inside` of a piece."""
-    begin = held.offset + sum(i * stride for i, stride in zip(inside, held.strides, strict=True))
+def _make_view(view: View, index: Shape, tile: Tile) -> View:
+    """Return the view of a tile whose first element has the given index in a box."""
+    begin = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     strides = tuple(
-        held.strides[dim] * step if dim >= 0 else 0 for dim, step in zip(tile.dims, tile.steps, strict=True)
+        view.strides[dim] * step if dim >= 0 else 0 for dim, step in zip(tile.dims, tile.steps, strict=True)
     )
-    return View(held.source, begin, strides)
+    return View(view.source, begin, strides)
 
 
-def _put(sizes: Shape, dim: int, value: int) -> Shape:
+def _replace_size(sizes: Shape, dim: int, value: int) -> Shape:
     return (*sizes[:dim], value, *sizes[dim + 1 :])
+
+
+def _check_tile_count(count: int) -> None:
+    if count > _MAX_TILES:
+        raise CheckpointError(f"consists of {count:,} regions, but at most {_MAX_TILES:,} are supported")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import companion_names
+from converters.config_and_tokenizer_files import list_companion_names
 from converters.errors import CheckpointError
 from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
 from converters.storage.path_or_url import in_store
@@ -37,12 +37,20 @@ def check_output(
     single: bool = False,
     companions: Collection[str] = (),
 ) -> Place:
-    """The absolute output; CheckpointError if writing there could destroy something.
+    """Check that writing the output cannot destroy the sources or files of other programs.
 
     Args:
-        sources: folders and files that are read; the output may neither contain one nor lie in one.
-        companions: Names of further files that may be replaced, because they are written again.
-        single: the output is a file.
+        out: Folder or file to write.
+        sources: Folders and files to read. The output must neither contain a source nor be inside a source.
+        overwrite: Whether an existing output may be replaced.
+        single: Whether the output is a file.
+        companions: Names of further files that may be replaced.
+
+    Returns:
+        The absolute path of the output.
+
+    Raises:
+        CheckpointError: If writing the output could destroy files.
     """
     target: Place = out.resolve()
     if not in_store(target):
@@ -68,7 +76,7 @@ def check_output(
         check_prefix(target, overwrite=overwrite)
     elif not in_store(out):
         _check_folder(
-            out, overwrite, {*companions, *(n for source in sources for n in companion_names(source))}
+            out, overwrite, {*companions, *(n for source in sources for n in list_companion_names(source))}
         )
     return target
 

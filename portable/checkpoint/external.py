@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
-from converters.naming import with_live_names
+from converters.naming import rename_to_live
 from portable.checkpoint.store import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
@@ -153,7 +153,7 @@ class ExternalCheckpoint:
             live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
             if self.checkpoint.tensors.keys() <= live.keys():
                 return self
-            return replace(self, checkpoint=with_live_names(self.checkpoint, build_name_rules(model), live))
+            return replace(self, checkpoint=rename_to_live(self.checkpoint, build_name_rules(model), live))
         named = as_transformers_llama(
             self.checkpoint, heads=config.num_attention_heads, key_value_heads=config.num_key_value_heads
         )

@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.config_and_tokenizer_files import TOKENIZER, custom_code, left_out, small_files_of
+from converters.config_and_tokenizer_files import (
+    TOKENIZER,
+    find_custom_code,
+    find_excluded_files,
+    find_small_files,
+)
 from converters.containers.shard_index import INDEX
-from converters.names.name_rules import NameRules, parse_rule, rules_to_record, used_rules
-from converters.names.published import to_files, unclaimed
-from converters.naming import RECORD, recorded_rules, with_published_names
+from converters.names.name_rules import NameRules, build_record, parse_rule, select_used_rules
+from converters.names.published import arrange_for_files, find_unclaimed_names
+from converters.naming import RECORD, read_recorded_rules, rename_to_published
 from converters.storage.places import copy_file
 from converters.storage.safe_open import read_small_table
 from portable.errors import UserError
@@ -92,7 +97,7 @@ class PublishedNames:
     def rules(self) -> NameRules:
         """Rules for the names in the base model's files, or the default rules of the model type."""
         if self.base is not None:
-            return used_rules(self._default, self.base.tensors)
+            return select_used_rules(self._default, self.base.tensors)
         return self._default if self._resumed is None else self._resumed[0]
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -104,14 +109,14 @@ class PublishedNames:
             checkpoint: The checkpoint that the run resumes from.
         """
         if not self._settings.from_scratch:
-            self._resumed = recorded_rules(checkpoint)
+            self._resumed = read_recorded_rules(checkpoint)
 
     @cached_property
     def not_loaded(self) -> list[str]:
         """Names of base tensors that transformers does not load, such as multi-token prediction layers."""
         if self.base is None or not self._has_base_class:
             return []
-        return unclaimed(self.base.tensors, self.rules, self._live)
+        return find_unclaimed_names(self.base.tensors, self.rules, self._live)
 
     @property
     def _has_base_class(self) -> bool:
@@ -139,7 +144,7 @@ class PublishedNames:
         if self.base is None:
             return
         shapes = {name: self._live[name] for name in self._parameters}
-        lacking = sorted(to_files(shapes, self.rules).keys() - self.base.tensors.keys())
+        lacking = sorted(arrange_for_files(shapes, self.rules).keys() - self.base.tensors.keys())
         if lacking:
             raise UserError(
                 f"checkpoint.export: like_base: {self.base.root} has no {lacking[0]}, which the model has; "
@@ -156,7 +161,7 @@ class PublishedNames:
         """
         if not self._settings.from_scratch and self.base is None and self._resumed is None:
             return
-        record = rules_to_record(self.rules)
+        record = build_record(self.rules)
         if not self._settings.from_scratch:
             record["not_loaded"] = self.missing or collapse_numbers(self.not_loaded)
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
@@ -183,9 +188,9 @@ class PublishedNames:
         folder = self._folder
         if folder is None:
             return {}
-        files = small_files_of(folder)
+        files = find_small_files(folder)
         if self._settings.trust_remote_code:
-            files |= custom_code(folder)
+            files |= find_custom_code(folder)
         return {name: path for name, path in files.items() if name not in _OWN_FILES}
 
     @cached_property
@@ -194,7 +199,7 @@ class PublishedNames:
 
         Weights, training state, logs, and hidden files are not listed.
         """
-        reasons = {} if self._folder is None else left_out(self._folder)
+        reasons = {} if self._folder is None else find_excluded_files(self._folder)
         expected = ("weights", "training state", "a log", "hidden")
         return {
             name: reason
@@ -223,8 +228,8 @@ class PublishedNames:
             The model to export, and the names of the tensors that are identical to the base model's.
         """
         if self.base is None:
-            return with_published_names(checkpoint, self.rules), set()
-        written = with_published_names(checkpoint, self.rules)
+            return rename_to_published(checkpoint, self.rules), set()
+        written = rename_to_published(checkpoint, self.rules)
         base = self.base.tensors
         frozen = [name for name in written.tensors if name in self._frozen_files and name in base]
         untouched = {name for name in frozen if _have_same_values(written.tensors[name], base[name])}
@@ -247,7 +252,7 @@ class PublishedNames:
     @cached_property
     def _frozen_files(self) -> set[str]:
         """Published names of the tensors that consist only of frozen parameters."""
-        files = to_files(self._live, self.rules)
+        files = arrange_for_files(self._live, self.rules)
         return {name for name, values in files.items() if self._frozen.issuperset(values.list_sources())}
 
 

@@ -1,4 +1,4 @@
-"""Small files of a model come along; weights, training state, logs and custom code do not."""
+"""Conversion copies the small files of a model, except weights, training state, logs, and custom code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from converters import config_and_tokenizer_files as files
 from converters.cli import main
 from tests.tiny_models import tiny_model
 
-KEPT = {
+COPIED = {
     "LICENSE",
     "additional_chat_templates/tool_use.jinja",
     "chat_template.jinja",
@@ -27,7 +27,7 @@ KEPT = {
     "video_preprocessor_config.json",
     "words.txt",
 }
-LEFT = {
+EXCLUDED = {
     "modeling_own.py": files.CODE,
     "training_args.bin": "weights",
     "pytorch_model.bin": "weights",
@@ -43,39 +43,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "base"
     tiny_model("llama").save_pretrained(folder)
     (folder / "additional_chat_templates").mkdir()
-    for name in {*KEPT, *LEFT} - {"config.json", "generation_config.json"}:
+    for name in {*COPIED, *EXCLUDED} - {"config.json", "generation_config.json"}:
         (folder / name).write_text("{}")
     return folder
 
 
-def written(folder: Path) -> set[str]:
+def list_written_files(folder: Path) -> set[str]:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return names - {"model.safetensors"}
 
 
-def test_small_files_come_along(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_files_are_copied(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model), str(tmp_path / "out")]) == 0
-    assert written(tmp_path / "out") == KEPT
-    told = capsys.readouterr().err
-    assert "note: not copied: modeling_own.py (custom code); --trust-remote-code copies the code" in told
-    assert files.left_out(model) == {**LEFT, "model.safetensors": "weights"}
-    # An output with such files may be replaced by the same conversion, but not by another one.
+    assert list_written_files(tmp_path / "out") == COPIED
+    messages = capsys.readouterr().err
+    assert "note: not copied: modeling_own.py (custom code); --trust-remote-code copies the code" in messages
+    assert files.find_excluded_files(model) == {**EXCLUDED, "model.safetensors": "weights"}
+    # The same conversion may replace an output with such files, but another conversion may not.
     assert main([str(model), str(tmp_path / "out"), "--overwrite", "--trust-remote-code", "--quiet"]) == 0
-    assert written(tmp_path / "out") == KEPT | {"modeling_own.py"}
+    assert list_written_files(tmp_path / "out") == COPIED | {"modeling_own.py"}
     tiny_model("llama").save_pretrained(tmp_path / "plain")
     assert main([str(tmp_path / "plain"), str(tmp_path / "out"), "--overwrite", "--quiet"]) == 2
     assert "which no conversion wrote" in capsys.readouterr().err
 
 
-def test_they_come_from_the_folder_that_the_config_comes_from(model: Path, tmp_path: Path) -> None:
+def test_config_from_copies_small_files(model: Path, tmp_path: Path) -> None:
     dcp_save({"model": get_model_state_dict(tiny_model("llama"))}, checkpoint_id=tmp_path / "dcp")
-    given = [str(tmp_path / "dcp"), str(tmp_path / "out"), "--quiet", "--config-from", str(model)]
-    assert main(given) == 0
-    assert written(tmp_path / "out") == KEPT
-    assert main([*given, "--overwrite"]) == 0
+    argv = [str(tmp_path / "dcp"), str(tmp_path / "out"), "--quiet", "--config-from", str(model)]
+    assert main(argv) == 0
+    assert list_written_files(tmp_path / "out") == COPIED
+    assert main([*argv, "--overwrite"]) == 0
 
 
-def test_modules_of_sentence_transformers_come_along(model: Path, tmp_path: Path) -> None:
+def test_sentence_transformers_modules_are_copied(model: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     tiny_model("llama").save_pretrained(base)
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "../other"}, {"path": 3}, "x"]
@@ -84,11 +84,11 @@ def test_modules_of_sentence_transformers_come_along(model: Path, tmp_path: Path
         (base / name).mkdir()
         (base / name / "config.json").write_text("{}")
     assert main([str(base), str(tmp_path / "out"), "--quiet"]) == 0
-    assert {"modules.json", "1_Pooling/config.json"} <= written(tmp_path / "out")
-    assert "2_Unlisted/config.json" not in written(tmp_path / "out")
+    assert {"modules.json", "1_Pooling/config.json"} <= list_written_files(tmp_path / "out")
+    assert "2_Unlisted/config.json" not in list_written_files(tmp_path / "out")
 
 
-def test_links_out_of_the_folder_and_large_files_stay_behind(
+def test_external_links_and_large_files_are_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tmp_path / "base"
@@ -99,12 +99,12 @@ def test_links_out_of_the_folder_and_large_files_stay_behind(
     (base / "table.dat").write_bytes(bytes(1000))
     monkeypatch.setattr(files, "MAX_SMALL_FILE", 500)
     assert main([str(base), str(tmp_path / "out")]) == 0
-    assert written(tmp_path / "out") == {"config.json", "generation_config.json"}
-    told = capsys.readouterr().err
-    assert "notes.txt (a link that leaves the folder)" in told and "table.dat (larger than" in told
+    assert list_written_files(tmp_path / "out") == {"config.json", "generation_config.json"}
+    messages = capsys.readouterr().err
+    assert "notes.txt (a link outside the folder)" in messages and "table.dat (larger than" in messages
 
 
-def test_a_merge_keeps_the_small_files_of_the_base(model: Path, tmp_path: Path) -> None:
+def test_merge_copies_small_files_of_base(model: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -114,6 +114,6 @@ def test_a_merge_keeps_the_small_files_of_the_base(model: Path, tmp_path: Path) 
     )
     torch.nn.init.ones_(next(p for name, p in trained.named_parameters() if "lora_B" in name))
     trained.save_pretrained(tmp_path / "adapter")
-    given = [str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge-into", str(model), "--quiet"]
-    assert main(given) == 0
-    assert written(tmp_path / "out") == KEPT | {"merged_adapters.json"}
+    argv = [str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge-into", str(model), "--quiet"]
+    assert main(argv) == 0
+    assert list_written_files(tmp_path / "out") == COPIED | {"merged_adapters.json"}

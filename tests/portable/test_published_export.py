@@ -171,7 +171,7 @@ def test_modified_name_rules_are_rejected(bases: Path, corpus: Path, tmp_path: P
     (step / "published_names.json").write_text(json.dumps(record))
     capsys.readouterr()
     assert convert([str(step), str(tmp_path / "out")]) == 2
-    assert "does not know" in capsys.readouterr().err
+    assert "does not support" in capsys.readouterr().err
 
 
 def test_a_merge_that_would_fail_is_rejected_before_training(
