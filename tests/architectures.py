@@ -318,8 +318,8 @@ that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 be
 `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on two
 ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). Its export was opened by
 `from_pretrained`, compared bit for bit, and generated text; weights of `save_pretrained` were loaded and
-compared bit for bit. Images and sound are refused; of a model that has both, the text decoder alone is
-trained.
+compared bit for bit. Images and audio are not supported as training data, but [multimodal
+models](train.md#multimodal-models) can be trained on text.
 
 """
 NOTES = """\
