@@ -119,6 +119,10 @@ class Checkpoint:
         config: Overrides for the companion `config.json`, applied when the checkpoint is written. A value of
             None removes the setting.
         documents: Contents of additional small files to write along with the tensors, keyed by file name.
+        shards: Output file of each tensor, keyed by tensor name, if the output must have the same files as
+            another model. Empty otherwise.
+        names: Kind of tensor names: `"stored"` (as in the checkpoint), `"published"` (as in the published
+            files of the model type), or `"live"` (as in memory).
     """
 
     def __init__(
@@ -147,6 +151,8 @@ class Checkpoint:
         self.config: Mapping[str, Any] = dict(config or {})
         self.documents: Mapping[str, bytes] = dict(documents or {})
         self._should_resolve_ties = ties
+        self.names = "stored"
+        self.shards: Mapping[str, str] = {}
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -220,6 +226,39 @@ class Checkpoint:
             _recorded_aliases=self.aliases,
             config={**self.config, **config},
             companions=companions,
+        )
+
+    def with_shards(self, shards: Mapping[str, str]) -> Checkpoint:
+        """Return a copy of the checkpoint with a fixed output file for each tensor.
+
+        Args:
+            shards: Name of the output file, keyed by tensor name.
+
+        Returns:
+            A new `Checkpoint` with the same tensors.
+        """
+        return self._copy_with(shards=dict(shards))
+
+    def with_names(
+        self,
+        names: str,
+        tensors: Mapping[str, Tensor],
+        aliases: Aliases,
+        optimizer: Callable[[Aliases], OptimizerState | None],
+    ) -> Checkpoint:
+        """Return a copy of the checkpoint with different tensor names, see `converters.naming`.
+
+        Args:
+            names: Kind of the new names, `"published"` or `"live"`.
+            tensors: Tensors, keyed by their new names.
+            aliases: Tied tensors under their new names, as a mapping from alias to owner.
+            optimizer: Function that builds the optimizer state under the new names.
+
+        Returns:
+            A new `Checkpoint` with the same metadata and companion files.
+        """
+        return self._copy_with(
+            names=names, _stored_tensors=tensors, _recorded_aliases=aliases, _optimizer_or_loader=optimizer
         )
 
     def with_state_as_weights(self, state_name: str) -> Checkpoint:

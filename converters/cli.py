@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
 from converters.errors import CheckpointError, blame, printable
-from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, WRITERS
+from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, PUBLISHED, WRITERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 # Commands of their own; a folder of that name is given as ./inspect.
 _LOOKING = ("inspect", "diff")
+
+# Do not report files that are not copied for one of these reasons, because users expect it.
+_EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
 
 # Seconds after SIGTERM within which clean-up must finish.
 _CLEANUP_SECONDS = 20
@@ -133,7 +136,20 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizer", action="store_true", help="also write optimizer.safetensors and optimizer.json"
     )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="also copy Python files of the model, which from_pretrained may run with the same setting; "
+        "nothing is run here",
+    )
     parser.add_argument("--to", choices=list(WRITERS), default="safetensors", help="format to write")
+    parser.add_argument(
+        "--names",
+        choices=NAMES,
+        help="names and shapes of the tensors: those of published files (published, the default for "
+        "safetensors, torch and gguf), or those that transformers uses in memory (live). By default, the "
+        "other formats keep the names in SRC",
+    )
     parser.add_argument(
         "--merge-into",
         metavar="BASE",
@@ -219,7 +235,7 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that --help and a mistyped option answer at once.
-    from converters.config_and_tokenizer_files import companions_from, model_from
+    from converters.config_and_tokenizer_files import companions_from, list_companion_names, model_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
     from converters.writers.conversion import carry_out, check_expansion
@@ -232,11 +248,14 @@ def _convert(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{source}: no such file or folder")
     sources = [source] if options.merge_into is None else [source, model_from(options.merge_into)]
     if not options.dry_run:
-        check_output(out, sources, overwrite=options.overwrite, single=single)
+        more = [] if options.config_from is None else list_companion_names(place(options.config_from))
+        check_output(out, sources, overwrite=options.overwrite, single=single, companions=more)
     given = None if options.config_from is None else companions_from(options.config_from)
     checkpoint = open_checkpoint(source, options.tag, companions=given)
     taken = _taken(checkpoint, source)
-    checkpoint, make_plan = _asked(checkpoint, given, options)
+    models = sources if options.config_from is None else [*sources, place(options.config_from)]
+    checkpoint, make_plan = _asked(checkpoint, given, options, models)
+    excluded = _find_excluded_files(checkpoint, models)
     if options.dry_run:
         plan = make_plan()
         check_expansion(checkpoint, plan, allowed=options.expand)
@@ -246,6 +265,7 @@ def _convert(options: argparse.Namespace) -> int:
             else _describe(checkpoint, plan, out, single=single)
         )
         say(describe)
+        _note_excluded_files(excluded, options)
         _note_config(plan, source, options)
         return 0
     plan = carry_out(
@@ -266,12 +286,40 @@ def _convert(options: argparse.Namespace) -> int:
             say(fitted(f"  load it with {printable(loader)}", sys.stdout))
     if plan.losses.first and not options.quiet:
         _note(f"{_lost(plan.losses)} in --dtype {options.dtype}, some of them in {plan.losses.first!r}")
+    _note_excluded_files(excluded, options)
     _note_config(plan, source, options)
     return 0
 
 
+def _add_custom_code(checkpoint: Checkpoint, models: Sequence[Place]) -> Checkpoint:
+    """Add the Python files of a model with custom code to the checkpoint's companions."""
+    from converters.config_and_tokenizer_files import find_custom_code
+
+    files = {name: path for model in models for name, path in find_custom_code(model).items()}
+    return checkpoint.with_companions(files)
+
+
+def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dict[str, str]:
+    """Return the reason for each file of the model that is not copied, keyed by file name."""
+    from converters.config_and_tokenizer_files import find_excluded_files
+
+    excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
+    return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
+
+
+def _note_excluded_files(excluded: Mapping[str, str], options: argparse.Namespace) -> None:
+    """Report the files that are not copied, except weights, training state, logs, and hidden files."""
+    reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
+    if reported and not options.quiet and options.to != "gguf":
+        hint = "; --trust-remote-code copies the code" if "custom code" in reported.values() else ""
+        _note(f"not copied: {', '.join(f'{name} ({reason})' for name, reason in reported.items())}{hint}")
+
+
 def _asked(
-    checkpoint: Checkpoint, given: Mapping[str, Place] | None, options: argparse.Namespace
+    checkpoint: Checkpoint,
+    given: Mapping[str, Place] | None,
+    options: argparse.Namespace,
+    models: Sequence[Place],
 ) -> tuple[Checkpoint, Callable[[], Plan]]:
     """The checkpoint as the options have it (merged, as floats, as codes), and what plans its files."""
     from converters.names.model_config import check_fits
@@ -287,6 +335,14 @@ def _asked(
     if given is not None and adapter is None:
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
         check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
+    if adapter is None:
+        checkpoint = _rename_tensors(checkpoint, given, options)
+        if options.trust_remote_code:
+            checkpoint = _add_custom_code(checkpoint, models)
+    elif options.names is not None:
+        raise CheckpointError(
+            f"--names: {checkpoint.root} contains an adapter, whose names cannot be converted; omit --names"
+        )
     quantizes = options.quantize is not None or options.quantize_like is not None
     if quantizes:
         checkpoint = _codes(checkpoint, adapter, options)
@@ -363,6 +419,21 @@ def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping
     if given is None and path is None and adapter.config.base is not None:
         given = companions_from(adapter.config.base)
     return read_small_table(path if given is None else given.get("config.json"))
+
+
+def _rename_tensors(
+    checkpoint: Checkpoint, given: Mapping[str, Place] | None, options: argparse.Namespace
+) -> Checkpoint:
+    """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
+    from converters.naming import find_name_rules, read_published_names, rename_to_live, rename_to_published
+
+    names = options.names or ("published" if options.to in PUBLISHED else None)
+    if names is None:
+        return checkpoint
+    base = None if given is None else read_published_names(given["config.json"])
+    with blame("--names"):
+        rules = find_name_rules(checkpoint, base)
+    return rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

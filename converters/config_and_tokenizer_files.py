@@ -1,4 +1,9 @@
-"""The small files that `from_pretrained` needs beside the weights: config.json, the tokenizer, ..."""
+"""Companion files of a model: config.json, the tokenizer, processors, chat templates, and the license.
+
+All small files in the folder of a model's config.json are companions, except weights, training state, logs,
+and custom code. The parent folders may contain unrelated files, so only files with well-known names are
+companions there.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
 from converters.storage.path_or_url import place
 from converters.storage.places import inside
-from converters.storage.safe_open import LinkError, read_small_table
+from converters.storage.safe_open import LinkError, read_small, read_small_table
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
@@ -24,97 +29,285 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What was merged into a model: see `converters.adapters.merging`.
+TOKENIZER = re.compile(
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+"
+    r"|additional_chat_templates/.+|.+\.(model|spm|tiktoken)"
+)
+"""Names of tokenizer files and chat templates."""
 MERGED = "merged_adapters.json"
+"""Record of the adapters that were merged into a model, see `converters.adapters.merging`."""
 GENERATION = "generation_config.json"
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
-    r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
-    r"|processor_config\.json|merged_adapters\.json|hf_quant_config\.json"
+    r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.(model|spm|tiktoken)"
+    r"|(video_)?preprocessor_config\.json|processor_config\.json|merged_adapters\.json|hf_quant_config\.json"
+    r"|modules\.json|(config_)?sentence_\w+\.json|LICENSE(\.\w+)?|NOTICE"
 )
+# File names that are not companions, with the reason.
+_EXCLUDED: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (
+        "weights",
+        re.compile(
+            r".+\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|distcp|h5|msgpack|onnx|onnx_data|np[yz]|tflite|ot|pkl"
+            r"|pickle|nemo|engine|pb|zip|tar|[gx]z|zst|7z|parquet|arrow)|.+\.index\.json|\.metadata"
+        ),
+    ),
+    (
+        "training state",
+        re.compile(
+            r"(optimizer|optim|scheduler|scaler|rng_state|random_states?|trainer_state|training_args"
+            r"|checkpoint_manifest|published_names|latest|adapter_config|adapter_model|step_)\b.*"
+            r"|latest.*|zero_to_fp32\.py|\w*checksums?\.json|metadata\.json|run_config\.yaml|_.+"
+            r"|.*\.(crc32|lock|tmp|ocdbt)"
+        ),
+    ),
+    (
+        "a log",
+        re.compile(
+            r".+\.(log|out|err|jsonl|csv|html)|log\.txt|events\..+|.*tfevents.*|metrics\..+"
+            r"|(all|train|eval)_results\.json"
+        ),
+    ),
+    ("custom code", re.compile(r".+\.(py|so|sh|ipynb)")),
+)
+CODE = "custom code"
+_TEMPLATES = "additional_chat_templates"
+MAX_SMALL_FILE, _MAX_SMALL_FILES = 32 << 20, 200
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
 _MODEL_FILES = (*_HUB_FILES, "*.safetensors", "*.bin")
 _SUBFOLDERS = ("model", "hf", "huggingface", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 reads the second
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 only reads torch_dtype
 
 
 def find_companions(root: Place) -> dict[str, Place]:
-    """Files to copy beside converted weights: name -> path.
+    """Find the companion files of a checkpoint.
 
-    Searches `root` (or the folder of a file), its `model/`, `hf/`, `huggingface/` and `tokenizer/`, then its
-    parent, and the run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A
-    link that leaves the folder it was found in is skipped with a warning.
+    Searches the checkpoint's folder, its subfolders `model`, `hf`, `huggingface`, and `tokenizer`, the parent
+    folder, and the run folder if the checkpoint is in `<run>/checkpoints`. The file in the nearest folder
+    takes precedence. A symlink that points outside its folder is skipped with a warning.
+
+    Args:
+        root: Folder or file of the checkpoint.
+
+    Returns:
+        Paths of the files, keyed by file name.
     """
-    folder, *above = _upwards(root)
-    # From a checkpoint of this project, copy only what was saved with it.
-    manifest = check_manifest(
-        folder, only=lambda name: name == "trainer_state.json" or COMPANIONS.fullmatch(name)
-    )
-    found = _companions_in([folder, *above])
-    if manifest is None or not any(COMPANIONS.fullmatch(name) for name in manifest["files"]):
-        return found
-    for name in sorted(found.keys() - manifest["files"].keys()):
-        _log.warning("warning: %s: was not saved with %s; not copied", printable(found[name]), folder)
-        del found[name]
-    return found
+    folder, *parents = _list_folders(root)
+    # From a checkpoint of this project, copy only files that were saved with the checkpoint.
+    manifest = check_manifest(folder, only=lambda name: name == "trainer_state.json" or is_companion(name))
+    companions = {**_classify_files(folder)[0], **_search_folders([folder, *parents])}
+    if manifest is None or not any(is_companion(name) for name in manifest["files"]):
+        return companions
+    for name in sorted(companions.keys() - manifest["files"].keys()):
+        _log.warning("warning: %s: was not saved with %s; not copied", printable(companions[name]), folder)
+        del companions[name]
+    return companions
+
+
+def is_companion(name: str) -> bool:
+    """Return whether a small file with this name is a companion."""
+    return bool(COMPANIONS.fullmatch(name)) or _get_exclusion_reason(name) is None
+
+
+def find_small_files(root: Place) -> dict[str, Place]:
+    """Find the companion files in the folder of a model, without searching the parent folders.
+
+    Args:
+        root: Folder or file of the model.
+
+    Returns:
+        Paths of the files, keyed by file name.
+    """
+    return _classify_files(_get_folder(root))[0]
+
+
+def list_companion_names(root: Place) -> set[str]:
+    """Return the names of all companion and custom code files in the folder of a model."""
+    companions, excluded = _classify_files(_get_folder(root))
+    return {*companions, *(name for name, reason in excluded.items() if reason == CODE)}
+
+
+def find_excluded_files(root: Place) -> dict[str, str]:
+    """Find the files in the folder of a model that are not companions.
+
+    Args:
+        root: Folder or file of the model.
+
+    Returns:
+        The reason for each file, keyed by file name.
+    """
+    return _classify_files(_get_folder(root))[1]
+
+
+def find_custom_code(root: Place) -> dict[str, Place]:
+    """Find the Python files of a model with custom code.
+
+    Args:
+        root: Folder or file of the model.
+
+    Returns:
+        Paths of the files, keyed by file name.
+    """
+    excluded = find_excluded_files(root)
+    names = [name for name, reason in excluded.items() if reason == CODE and name.endswith(".py")]
+    return _search_folders([_get_folder(root)], re.compile("|".join(map(re.escape, names)))) if names else {}
+
+
+def _get_folder(root: Place) -> Place:
+    return root if root.is_dir() else root.parent
+
+
+def _get_exclusion_reason(name: str) -> str | None:
+    """Return the reason why a file is not a companion, or None if it is a companion."""
+    if name.startswith("."):
+        return "hidden"
+    return next((reason for reason, names in _EXCLUDED if names.fullmatch(name)), None)
+
+
+def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
+    """Classify the files in the folder of a model.
+
+    The files of named chat templates and of sentence-transformers modules are in subfolders, so their names
+    contain the subfolder.
+
+    Returns:
+        Paths of the companion files, and the reason for each of the other files, keyed by file name. Both are
+        empty if the folder does not contain the config.json of a model.
+    """
+    companions: dict[str, Place] = {}
+    excluded: dict[str, str] = {}
+    entries = _list_entries(folder)
+    by_name = {entry.name: entry for entry in entries}
+    if "config.json" not in by_name or not _is_usable(by_name["config.json"], "config.json"):
+        return companions, excluded
+    subfolders = [_TEMPLATES, *_read_sentence_modules(by_name.get("modules.json"), folder)]
+    nested = [entry for name in subfolders if name in by_name for entry in _list_entries(by_name[name])]
+    for entry in (*entries, *nested):
+        name = entry.name if entry in entries else f"{entry.parent.name}/{entry.name}"
+        try:
+            if not entry.is_file():
+                continue
+            reason = None if COMPANIONS.fullmatch(entry.name) else _get_exclusion_reason(entry.name)
+            if reason is None and entry.stat().st_size > _get_size_limit(entry.name):
+                reason = f"larger than {_get_size_limit(entry.name) >> 20} MiB"
+            if reason is None and len(companions) >= _MAX_SMALL_FILES:
+                reason = f"more than {_MAX_SMALL_FILES} files"
+            if reason is None:
+                companions[name] = inside(entry, folder)
+                continue
+        except OSError:
+            reason = "unreadable"
+        except LinkError:
+            reason = "a link outside the folder"
+        excluded[name] = reason
+    return companions, excluded
+
+
+def _get_size_limit(name: str) -> int:
+    return MAX_TOKENIZER_FILE if COMPANIONS.fullmatch(name) else MAX_SMALL_FILE
+
+
+def _read_sentence_modules(file: Place | None, folder: Place) -> list[str]:
+    """Return the folders of the modules that sentence-transformers lists in `modules.json`."""
+    if file is None or not _is_usable(file, file.name):
+        return []
+    try:
+        modules = json.loads(read_small(file, folder))
+    except (OSError, ValueError, RecursionError, CheckpointError):
+        return []
+    paths = [
+        module.get("path")
+        for module in (modules if isinstance(modules, list) else [])
+        if isinstance(module, dict)
+    ]
+    return [path for path in paths if isinstance(path, str) and re.fullmatch(r"[\w-]+", path)]
 
 
 def find_beside(root: Place, name: str) -> Place | None:
-    """The nearest file `name` where `find_companions` searches; only one that was saved with a checkpoint of
-    this project, where `root` is one."""
-    folder, *above = _upwards(root)
+    """Find a file in the folders that `find_companions` searches.
+
+    Args:
+        root: Folder or file of the checkpoint.
+        name: Name of the file.
+
+    Returns:
+        Path of the file in the nearest folder, or None if there is no such file. If the checkpoint has a
+        manifest, the file must have been saved with the checkpoint.
+    """
+    folder, *parents = _list_folders(root)
     manifest = check_manifest(folder, only=lambda file: file == name)
     if manifest is not None and name not in manifest["files"]:
         return None
-    return _companions_in([folder, *above], re.compile(re.escape(name))).get(name)
+    return _search_folders([folder, *parents], re.compile(re.escape(name))).get(name)
 
 
-def _upwards(root: Place) -> list[Place]:
-    """The folder of a checkpoint, and those above it that may hold its companions."""
-    folder = root if root.is_dir() else root.parent
-    folder = folder.absolute()
-    upwards = [folder, folder.parent]
+def _list_folders(root: Place) -> list[Place]:
+    """Return the folder of a checkpoint, and the parent folders that may contain its companions."""
+    folder = _get_folder(root).absolute()
+    folders = [folder, folder.parent]
     if folder.parent.name == _RUN_CHECKPOINTS:
-        upwards.append(folder.parent.parent)
+        folders.append(folder.parent.parent)
     elif folder.parent.parent.name == _RUN_CHECKPOINTS:
-        upwards += [folder.parent.parent, folder.parent.parent.parent]
-    return upwards
+        folders += [folder.parent.parent, folder.parent.parent.parent]
+    return folders
 
 
 def check_one_model(folder: Place, name: str) -> None:
-    """Refuse a folder where Accelerate's `save_state` wrote several models, of which `name` is the first."""
+    """Check that Accelerate's `save_state` did not write several models to a folder.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the first model's file.
+
+    Raises:
+        CheckpointError: If the folder contains a second model.
+    """
     stem, _, suffix = name.partition(".")
     for second in (f"{stem}_1.{suffix}", f"{stem}_1.{suffix.removesuffix('.index.json')}"):
         if (folder / second).is_file():
             raise CheckpointError(
-                f"{folder}: holds several models, {name} and {second}; give the file of one of them"
+                f"{folder}: contains several models, {name} and {second}; specify the path of one file"
             )
 
 
 def companions_from(named: str) -> dict[str, Place]:
-    """The files (name -> path) of a model given by its folder, its `config.json` or its hub id.
+    """Find the companion files of the model in `--config-from`.
+
+    Args:
+        named: Folder, path of the `config.json`, or Hub ID of a model.
+
+    Returns:
+        Paths of the files, keyed by file name.
 
     Raises:
-        CheckpointError: there is no model config.
+        CheckpointError: If the model config does not exist.
     """
     folder = place(named)
     if folder.is_file():
         folder = folder.parent
     elif not folder.exists() and _HUB_ID.fullmatch(named):
         folder = from_hub(named, f"--config-from {named}", _HUB_FILES)
-    found = _companions_in([folder])
-    if "config.json" not in found:
-        raise CheckpointError(f"--config-from {named}: holds no config.json of a model")
-    return found
+    companions = {**_classify_files(folder)[0], **_search_folders([folder])}
+    if "config.json" not in companions:
+        raise CheckpointError(
+            f"--config-from {named}: does not contain the config.json of a model; specify a folder that does"
+        )
+    return companions
 
 
 def model_from(named: str) -> Place:
-    """A checkpoint given by its path or its hub id, which is downloaded.
+    """Return the path of a checkpoint, and download the checkpoint if it is on the Hub.
+
+    Args:
+        named: Path or Hub ID.
+
+    Returns:
+        The path, which may not exist.
 
     Raises:
-        CheckpointError: there is no such path, and the hub has no such model or cannot be reached.
+        CheckpointError: If the model cannot be downloaded.
     """
     path = place(named)
     if not path.exists() and named.count("/") == 1 and _HUB_ID.fullmatch(named):
@@ -123,10 +316,18 @@ def model_from(named: str) -> Place:
 
 
 def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
-    """The folder in the hub's own cache with those files of a model.
+    """Download files of a model to the Hub cache.
 
     Args:
-        what: how the model was given, for the message.
+        name: Hub ID of the model.
+        what: Option or argument that specified the model, used in error messages.
+        files: Patterns of the file names.
+
+    Returns:
+        Path of the model's folder in the cache.
+
+    Raises:
+        CheckpointError: If the model cannot be downloaded.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -136,7 +337,7 @@ def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
         ) from None
     try:
         return place(snapshot_download(name, allow_patterns=list(files)))
-    except Exception as error:  # its own, and those of its HTTP client
+    except Exception as error:  # The HTTP client raises its own exceptions.
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
             f"{what}: neither a local file or folder nor available from the hub ({why[:200]}); with a "
@@ -144,37 +345,47 @@ def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
         ) from None
 
 
-def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = COMPANIONS) -> dict[str, Place]:
-    found: dict[str, Place] = {}
+def _search_folders(folders: Iterable[Place], names: re.Pattern[str] = COMPANIONS) -> dict[str, Place]:
+    """Search folders and their model subfolders for files with matching names."""
+    files: dict[str, Place] = {}
     for folder in folders:
-        listed = _entries(folder)
-        names_there = {entry.name for entry in listed}
-        below = [_entries(folder / name) for name in _SUBFOLDERS if name in names_there]
-        for entries in (listed, *below):
+        direct_entries = _list_entries(folder)
+        entry_names = {entry.name for entry in direct_entries}
+        nested_entries = [_list_entries(folder / name) for name in _SUBFOLDERS if name in entry_names]
+        for entries in (direct_entries, *nested_entries):
             for entry in entries:
-                if entry.name in found or not names.fullmatch(entry.name):
+                if entry.name in files or not names.fullmatch(entry.name):
                     continue
                 try:
-                    path = inside(entry, folder)  # so that the file copied is the file checked
+                    # Resolve links now, because a link could be changed before the file is copied.
+                    path = inside(entry, folder)
                 except LinkError as error:
                     _log.warning("warning: %s; not copied", printable(error))
                     continue
-                if _usable(path, entry.name):
-                    found[entry.name] = path
-    return found
+                if _is_usable(path, entry.name):
+                    files[entry.name] = path
+    return files
 
 
-def _entries(folder: Place) -> list[Place]:
-    """What lies in a folder, by name; nothing where it cannot be listed."""
+def _list_entries(folder: Place) -> list[Place]:
+    """Return the entries of a folder, sorted by name, or an empty list if the folder cannot be listed."""
     try:
         entries: list[Place] = list(folder.iterdir())
-    except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
+    except (OSError, AccessDeniedError):  # The credentials may not cover the parent folders.
         return []
     return sorted(entries, key=lambda path: path.name)
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:
-    """The content and step of a `trainer_state.json` in `folder` (ours, or the Trainer's)."""
+    """Read the `trainer_state.json` that this project or the Trainer of transformers saved.
+
+    Args:
+        folder: Folder of the checkpoint.
+
+    Returns:
+        The content under `trainer_state`, and the number of steps under `step`. Empty if the file does not
+        exist.
+    """
     state = read_small_table(folder / "trainer_state.json")
     if not state:
         return {}
@@ -182,48 +393,58 @@ def trainer_metadata(folder: Place) -> dict[str, Any]:
     return {"trainer_state": state, **({"step": step} if isinstance(step, int) else {})}
 
 
-def _usable(path: Place, name: str) -> bool:
+def _is_usable(path: Place, name: str) -> bool:
+    """Return whether a file is small enough, and a `config.json` belongs to a model."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_FILE:
             return False
     except OSError:
         return False
-    # Other tools write a config.json too; a model's names its type.
+    # Other tools also write a config.json. The config of a model contains its type or class.
     return name != "config.json" or not {"model_type", "architectures"}.isdisjoint(read_small_table(path))
 
 
 def small_files(
     checkpoint: Checkpoint, entries: Iterable[Entry]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
-    """The files to write beside the tensors (name -> content), and those to copy unchanged (name -> path).
+    """Prepare the companion files of an output.
 
-    `config.json` gets the dtype of `entries` and the checkpoint's own settings, each also in the part of the
-    config that has it. `from_pretrained` loads in the dtype that the config names, whatever the weights have.
+    The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype. The
+    checkpoint's settings override values in `config.json` and its nested configs.
+
+    Args:
+        checkpoint: Checkpoint to write.
+        entries: Tensors to write.
+
+    Returns:
+        The content of the files to write, and the paths of the files to copy, keyed by file name.
     """
-    changed, copied = _with_dtype(checkpoint, entries)
+    changed, copied = _update_config(checkpoint, entries)
     return {**changed, **checkpoint.documents}, copied
 
 
-def _with_dtype(
+def _update_config(
     checkpoint: Checkpoint, entries: Iterable[Entry]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
-    from converters.tensors.dtypes import CASTABLE, TO_TORCH  # not at the top: numpy is slow to import
+    """Update the dtype and the settings in `config.json`, see `small_files`."""
+    # Imported here, because importing numpy is slow.
+    from converters.tensors.dtypes import CASTABLE, TO_TORCH
 
     copied = dict(checkpoint.companions)
     config = read_small_table(copied.get("config.json"))
-    # In a config of quantized weights the dtype means something else.
+    # If the weights are quantized, the dtype in the config does not describe the stored tensors.
     if not config or ("quantization_config" in config and "quantization_config" not in checkpoint.config):
         return {}, copied
     sizes: dict[str, int] = {}
     for entry in entries:
         if entry.dtype in CASTABLE and entry.tensor.shape:
             sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
-    named = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
-    # With several dtypes, the one that the config names already is as good as any.
-    fits = not sizes or named.removeprefix("torch.") in sizes
-    if fits and not checkpoint.config:
+    dtype = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
+    # Keep the dtype of the config if at least one tensor has it.
+    keeps_dtype = not sizes or dtype.removeprefix("torch.") in sizes
+    if keeps_dtype and not checkpoint.config:
         return {}, copied
-    if not fits:
+    if not keeps_dtype:
         _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
     for key, value in checkpoint.config.items():
         parts = [part for part in config.values() if isinstance(part, dict) and key in part]
@@ -235,11 +456,12 @@ def _with_dtype(
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     try:
         return {"config.json": text.encode()}, copied
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can only escape
+    except UnicodeEncodeError:  # A lone surrogate cannot be encoded as UTF-8, but JSON can escape it.
         return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}, copied
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
+    """Set the dtype of a config and of all nested configs that have a dtype."""
     present = [key for key in _DTYPE_KEYS if key in config]
     config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], name))
     for key, part in config.items():

@@ -13,6 +13,7 @@ import numpy as np
 from converters.adapters.adapter import find_adapter
 from converters.console import say
 from converters.errors import CheckpointError, printable
+from converters.naming import find_name_rules, rename_to_published
 from converters.opening import open_checkpoint
 from converters.tensors.casting import BLOCK_BYTES
 from converters.tensors.dtypes import itemsize
@@ -253,13 +254,29 @@ def diff(parser: Parser, argv: Sequence[str]) -> int:
     arguments.add_argument("--optimizer", action="store_true", help="also compare the optimizers' state")
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
-    sides = [
-        tensors_of(open_checkpoint(path), optimizer=options.optimizer)
-        for path in (options.left, options.right)
-    ]
+    checkpoints = [open_checkpoint(path) for path in (options.left, options.right)]
+    sides = [tensors_of(side, optimizer=options.optimizer) for side in _unify_names(checkpoints)]
     document = compare(*sides, tolerance=options.tolerance)
     say(json.dumps(document, indent=1) if options.json else _differences(document))
     return SAME if document["same"] else DIFFERENT
+
+
+def _unify_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Convert both checkpoints to published names if their names differ.
+
+    If the name rules of one checkpoint are unknown, the rules of the other checkpoint are used.
+    """
+    left, right = checkpoints
+    if left.tensors.keys() == right.tensors.keys():
+        return checkpoints
+    rules = [find_name_rules(checkpoint) for checkpoint in checkpoints]
+    default = rules[0] or rules[1]
+    if default is None:
+        return checkpoints
+    return [
+        rename_to_published(checkpoint, own_rules or default)
+        for checkpoint, own_rules in zip(checkpoints, rules, strict=True)
+    ]
 
 
 def compare(

@@ -9,6 +9,8 @@ from __future__ import annotations
 # multiplied, whatever the size of the file.
 MAX_COUNT = 1 << 20
 MAX_LAYERS = 1 << 17
+# Experts of a layer, each of which becomes a tensor.
+MAX_EXPERTS = 1 << 16
 
 # Names: of modules, classes and storages in a pickle; of tensors and patterns (work on a name is quadratic in
 # its length); of paths in a database.

@@ -29,5 +29,10 @@ WRITERS = {
     "deepspeed-universal": "converters.writers.universal_writer:plan_universal",
     "gguf": "converters.writers.gguf_writer:plan_gguf",
 }
+# --names: see converters.naming.
+NAMES = ("published", "live")
+# The formats that are written with published names by default. The others are read by programs that know the
+# names of the model in memory.
+PUBLISHED = ("safetensors", "torch", "gguf")
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"

@@ -23,6 +23,16 @@ def human_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def format_short_count(count: int) -> str:
+    """Format a count with at most three digits, such as ``950``, ``412M`` or ``4.3B``."""
+    value, units = float(count), iter(("", "K", "M", "B", "T"))
+    unit = next(units)
+    while value >= 999.5 and (larger := next(units, None)) is not None:
+        value, unit = value / 1000, larger
+    digits = 1 if unit and value < 99.95 else 0
+    return f"{value:.{digits}f}{unit}"
+
+
 def human_time(seconds: float) -> str:
     """``1:02:03``, or ``2:03`` under an hour."""
     minutes, rest = divmod(round(seconds), 60)

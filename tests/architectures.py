@@ -176,6 +176,7 @@ def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.T
 def opened_again(config: RunConfig, folder: Path) -> None:
     """Load what was exported, compare it with the live model, and generate."""
     import torch
+    from safetensors.torch import load_file
 
     task = config.model.task
     model, info = auto_class(task).from_pretrained(
@@ -184,6 +185,10 @@ def opened_again(config: RunConfig, folder: Path) -> None:
     amiss = {what: sorted(names) for what, names in info.items() if names}
     if amiss:
         raise AssertionError(f"from_pretrained: {amiss}")
+    model.save_pretrained(folder / "again")
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("final", "again"))
+    if ours.keys() != theirs.keys():
+        raise AssertionError(f"save_pretrained writes other names: {min(ours.keys() ^ theirs.keys())}")
     live = torch.load(folder / "live.pt", weights_only=True)
     try:
         same_state(model.state_dict(), live)
@@ -313,8 +318,8 @@ that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 be
 `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on two
 ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). Its export was opened by
 `from_pretrained`, compared bit for bit, and generated text; weights of `save_pretrained` were loaded and
-compared bit for bit. Images and sound are refused; of a model that has both, the text decoder alone is
-trained.
+compared bit for bit. Images and audio are not supported as training data, but [multimodal
+models](train.md#multimodal-models) can be trained on text.
 
 """
 NOTES = """\

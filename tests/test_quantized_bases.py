@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from converters.cli import main as convert
+from portable.errors import UserError
+from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
+from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.resolve import resolve
 from tests.engines import Engines
 from tests.parity import launched
 from tests.runs import TINY_MODEL, configured
@@ -95,3 +99,99 @@ def test_an_adapter_merged_in_the_layout_of_its_base(bases: Path, corpus: Path, 
         found = merged(tokens).logits
     # Rounding to four bits takes some of what was learned.
     assert (found - tuned).abs().mean() < (before - tuned).abs().mean()
+
+
+MIXTURE = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 384,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "max_position_embeddings": 64,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mixture of experts in block-wise FP8 with a multi-token prediction layer, like DeepSeek-V3."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("mixture")
+    config = configured(folder, corpus, train__steps=1, data__packing=True, model__config=MIXTURE)
+    assert run_rank("cpu", config) == 0
+    path = folder / "final" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.experts.0.gate_proj.weight"] = torch.randn(128, 128)
+    tensors["model.layers.2.enorm.weight"] = torch.ones(128)
+    save_file(tensors, path, {"format": "pt"})
+    assert convert([str(folder / "final"), str(folder / "fp8"), "--quantize", "fp8-block", "--quiet"]) == 0
+    return folder / "fp8"
+
+
+def test_like_base_export_of_a_mixture_has_the_published_layout(
+    mixture: Path, corpus: Path, tmp_path: Path
+) -> None:
+    settings = {**STEPS, "model__name_or_path": str(mixture), "data__packing": True}
+    config = configured(tmp_path / "run", corpus, **settings, checkpoint__export="like_base")
+    assert run_rank("cpu", config) == 0
+    base = load_file(mixture / "model.safetensors")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {name: (t.dtype, t.shape) for name, t in final.items()} == {
+        name: (t.dtype, t.shape) for name, t in base.items()
+    }
+    untrained = [name for name in base if name.startswith("model.layers.2.")]
+    assert len(untrained) == 3 and all(torch.equal(raw(base[name]), raw(final[name])) for name in untrained)
+    trained = "model.layers.1.mlp.experts.1.gate_proj.weight"
+    assert not torch.equal(raw(base[trained]), raw(final[trained]))
+    assert "`model.layers.*.enorm.weight`" in (tmp_path / "run" / "final" / "README.md").read_text()
+
+
+def test_an_adapter_merges_into_a_quantized_mixture(mixture: Path, corpus: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**STEPS, "model__name_or_path": str(mixture), "data__packing": True}
+    settings |= {"adapter__type": "lora", "adapter__target_modules": ["o_proj", "kv_b_proj"]}
+    config = configured(tmp_path / "run", corpus, **settings, checkpoint__export="like_base")
+    assert run_rank("cpu", config) == 0
+    base = load_file(mixture / "model.safetensors")
+    assert load_file(tmp_path / "run" / "final" / "model.safetensors").keys() == base.keys()
+    config = configured(tmp_path / "alone", corpus, **settings)
+    assert run_rank("cpu", config) == 0
+    merge = [str(tmp_path / "alone" / "final"), "--merge-into", str(mixture), "--dequantize", "--quiet"]
+    assert convert([*merge, str(tmp_path / "floats")]) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
+    assert convert([*merge, str(tmp_path / "codes"), "--quantize-like", str(mixture)]) == 0
+    codes = load_file(tmp_path / "codes" / "model.safetensors")
+    assert {name: t.dtype for name, t in codes.items()} == {name: t.dtype for name, t in base.items()}
+    assert "quantization_config" in json.loads((tmp_path / "codes" / "config.json").read_text())
+
+
+def test_like_base_with_an_additional_parameter_is_rejected_before_training(
+    mixture: Path, corpus: Path, tmp_path: Path
+) -> None:
+    config = configured(
+        tmp_path / "run",
+        corpus,
+        **STEPS,
+        model__name_or_path=str(mixture),
+        model__function="tests.test_quantized_bases:add_a_bias",
+        checkpoint__export="like_base",
+    )
+    with pytest.raises(UserError, match=r"like_base: .* has no lm_head\.bias, which the model has"):
+        prepare(resolve(config, "cpu"), create_backend("cpu"))
+
+
+def add_a_bias(model: Any) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features))

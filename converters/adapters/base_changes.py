@@ -86,7 +86,7 @@ class BaseChanges:
         self.target = parse_dtype(dtype)
         self.base_config = read_small_table(base.companions.get("config.json"))
         self.ties = {**base.aliases, **self._implied_ties()}
-        self.names = BaseNames(base.tensors, self.ties)
+        self.names = BaseNames(base.tensors, self.ties, self.base_config)
         self.changes: dict[str, Change] = {}
         self.added: dict[str, Tensor] = {}
         self.config_changes: dict[str, Any] = {}
@@ -116,7 +116,7 @@ class BaseChanges:
         with blame(self.base.root):
             found = self.names.find(live)
         if found is None:
-            near = self.names.nearest(live)
+            near = self.names.find_similar_name(live)
             hint = f"; the nearest is {near!r}" if near else ""
             raise CheckpointError(
                 f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "

@@ -1,10 +1,8 @@
-"""Where a parameter of a live model lies in the files of its checkpoint.
+"""Locations of a model's parameters in the files of its checkpoint.
 
-transformers renames tensors while it loads them, and stacks the experts of a layer into one parameter. It
-renames them back when it saves. An adapter has the live names, a checkpoint either. A name of the files is
-accepted only if the checkpoint holds it, so rules of other architectures do no harm.
-
-Source: transformers/conversion_mapping.py.
+transformers renames tensors when it loads a model, and stacks the experts of a layer into one parameter. An
+adapter has the names in memory, but its base model usually has published names. `converters.names` contains
+the rules.
 """
 
 from __future__ import annotations
@@ -14,67 +12,36 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import CheckpointError
+from converters.names.name_rules import iterate_possible_rules
+from converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from converters.tensors.arranged import ZEROS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from converters.tensors.arranged import Arrangement, Tile
     from converters.tensors.tensor import Shape, Tensor
 
-# (in a live name, in a file): each is tried alone and after others.
-_RENAMED: tuple[tuple[str, str], ...] = (
-    # A model of a task has its base model below a name of its own; a file may lack it, or have it.
-    (r"^(model|transformer|bert|roberta|gpt_neox|decoder|encoder|base_model|backbone)\.", ""),
-    # Vision-language models.
-    (r"^model\.language_model\.", "language_model.model."),
-    (r"^model\.language_model\.", "model."),
-    (r"^lm_head\.", "language_model.lm_head."),
-    (r"^model\.(vision_tower|visual|audio_tower|multi_modal_projector|vision_model)\.", r"\1."),
-    # Mixtures of experts.
-    (r"\.mlp\.", ".block_sparse_moe."),
-    (r"\.router\.", ".gate."),
-    (r"\.block_sparse_moe\.router\.weight$", ".block_sparse_moe.router.layer.weight"),
-    (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
-    (r"\.experts\.down_proj$", ".output_linear.weight"),
-    (r"\.experts\.gate_up_proj$", ".experts.fc1.weight"),
-    (r"\.experts\.down_proj$", ".experts.fc2.weight"),
-    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
-    # Vision transformers.
-    (r"\.layers\.", ".encoder.layer."),
-    (r"\.attention\.q_proj\.", ".attention.attention.query."),
-    (r"\.attention\.k_proj\.", ".attention.attention.key."),
-    (r"\.attention\.v_proj\.", ".attention.attention.value."),
-    (r"\.attention\.o_proj\.", ".attention.output.dense."),
-    (r"\.mlp\.fc1\.", ".intermediate.dense."),
-    (r"\.mlp\.fc2\.", ".output.dense."),
-    # Heads and norms.
-    (r"^lm_head\.", "embed_out."),
-    (r"LayerNorm\.weight$", "LayerNorm.gamma"),
-    (r"LayerNorm\.bias$", "LayerNorm.beta"),
-)
-_RULES = tuple((re.compile(live), file) for live, file in _RENAMED)
-_MOST_RULES = 3
-# The parts of one expert, by the stacked parameter that they form; the parts lie along its rows.
-_STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
-_EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)\.weight")
-_NEAREST = 20_000
+# Names of the base model's module. They are optional, because the adapter or the base may lack the head.
+_OUTER = re.compile(r"(model|transformer|bert|roberta|gpt_neox|decoder|encoder|base_model|backbone)\.")
+_MAX_CANDIDATES = 20_000
 
 
 @dataclass(frozen=True)
 class Region:
-    """Rows of a tensor in the files that hold rows of a live parameter.
+    """A range of rows of a parameter in memory, and their location in the files.
 
-    All dimensions but the last are taken together as rows, for a stack of experts; else the first alone.
+    The rows of a stack of experts are its first two dimensions, flattened. Otherwise, the rows are the first
+    dimension.
 
     Attributes:
-        name: of the tensor.
-        row: the first row there.
-        start, stop: the rows of the live parameter.
+        name: Name of the tensor in the files.
+        row: First row in this tensor.
+        start: First row in the parameter.
+        stop: End of the rows in the parameter, exclusive.
     """
 
     name: str
@@ -85,120 +52,172 @@ class Region:
 
 @dataclass(frozen=True)
 class Found:
-    """A live parameter: its shape, the regions that hold its rows, and the tensor that it is, if any."""
+    """The location of a parameter in the files.
+
+    Attributes:
+        shape: Shape of the parameter in memory.
+        regions: Regions of the files that contain the rows of the parameter.
+        whole: Name of the tensor in the files that is identical to the parameter, or None.
+    """
 
     shape: Shape
     regions: tuple[Region, ...]
     whole: str | None = None
 
 
-class BaseNames:
-    """The tensors of a base model, found by the names of the live model."""
+class _LiveParameters(NamedTuple):
+    """The parameters that the base has if it is loaded with one class of transformers.
 
-    def __init__(self, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+    Attributes:
+        arrangements: Arrangement of each parameter, keyed by name.
+        errors: Error message for each parameter that cannot be arranged, keyed by name.
+        base: Name of the base model's module.
+    """
+
+    arrangements: Mapping[str, Arrangement]
+    errors: Mapping[str, str]
+    base: str
+
+
+class BaseNames:
+    """Lookup of a base model's tensors by their names in memory.
+
+    Args:
+        tensors: Tensors of the base model, keyed by name.
+        aliases: Tied tensors, as a mapping from alias to owner.
+        config: The base model's `config.json`.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], config: Mapping[str, Any]
+    ) -> None:
         self.tensors = tensors
         self.aliases = aliases
+        self._config = config
+        self._computed: list[_LiveParameters] = []
 
     def find(self, live: str) -> Found | None:
-        """The parameter of that live name; None if the files hold nothing like it.
+        """Find a parameter in the files.
 
-        A tied alias is found under its own name.
+        Args:
+            live: Name of the parameter in memory. May be an alias of a tied tensor.
+
+        Returns:
+            The location of the parameter, or None if the files do not contain the parameter.
 
         Raises:
-            CheckpointError: the name could mean several tensors, or an expert is missing.
+            CheckpointError: If several tensors match the name, or if the parameter cannot be changed in the
+                layout of the files.
         """
-        for candidates in _variants(live):
-            found = [name for name in candidates if name in self.tensors or name in self.aliases]
-            if len(found) > 1:
-                raise CheckpointError(f"{live!r} could be {found[0]!r} or {found[1]!r}")
-            if found:
-                return self._whole(found[0])
-            for name in candidates:
-                stacked = self._from_experts(name) or self._in_stack(name)
-                if stacked is not None:
-                    return stacked
-        below = self._suffixes.get(live, ())
-        return self._whole(below[0]) if len(below) == 1 else None
-
-    def _whole(self, name: str) -> Found:
-        shape = self.tensors[self.aliases.get(name, name)].shape
-        return Found(shape, (Region(name, 0, 0, _rows(shape)),), name)
-
-    def nearest(self, live: str) -> str:
-        """The name in the files that is most like `live`; `""` if none is."""
-        names = list(self.tensors)
-        tail = live.split(".")[-2:]
-        alike = [name for name in names if name.split(".")[-2:] == tail] or names
-        return next(iter(get_close_matches(live, alike[:_NEAREST], 1, 0.3)), "")
-
-    def _from_experts(self, live: str) -> Found | None:
-        """A stacked parameter, from files with a tensor for each expert."""
-        above, _, leaf = live.rpartition(".")
-        if not above.endswith(".experts"):
-            return None
-        for parts in _STACKED.get(leaf, ()):
-            first = [self.tensors.get(f"{above}.0.{part}.weight") for part in parts]
-            shapes = [tensor.shape for tensor in first if tensor is not None]
-            if len(shapes) != len(parts) or any(len(shape) != 2 for shape in shapes):
-                continue
-            regions: list[Region] = []
-            row = 0
-            count = 0
-            while f"{above}.{count}.{parts[0]}.weight" in self.tensors:
-                for part, shape in zip(parts, shapes, strict=True):
-                    name = f"{above}.{count}.{part}.weight"
-                    if name not in self.tensors or self.tensors[name].shape != shape:
-                        raise CheckpointError(f"{name!r} is missing, or has another shape than expert 0")
-                    regions.append(Region(name, 0, row, row + shape[0]))
-                    row += shape[0]
-                count += 1
-            return Found((count, row // count, shapes[0][1]), tuple(regions))
-        return None
-
-    def _in_stack(self, live: str) -> Found | None:
-        """The weight of one expert, in files with stacked parameters."""
-        match = _EXPERT.fullmatch(live)
-        if match is None:
-            return None
-        above, expert, part = match[1], int(match[2]), match[3]
-        for leaf, layouts in _STACKED.items():
-            for parts in layouts:
-                stack = self.tensors.get(f"{above}.{leaf}")
-                if part not in parts or stack is None or len(stack.shape) != 3:
-                    continue
-                experts, rows, columns = stack.shape
-                if expert >= experts or rows % len(parts):
-                    continue
-                height = rows // len(parts)
-                row = expert * rows + parts.index(part) * height
-                return Found((height, columns), (Region(f"{above}.{leaf}", row, 0, height),))
-        return None
+        names = [live, _OUTER.sub("", live, count=1)]
+        for arrangements, errors, base in self._iterate_parameters():
+            for name in dict.fromkeys([*names, f"{base}.{live}"]):
+                if name in errors:
+                    raise CheckpointError(f"{live!r}: {errors[name]}")
+                if name in arrangements:
+                    return self._locate(live, arrangements[name])
+        for name in names:
+            if name in self._shapes:
+                return self._locate_tensor(name)
+        matches = self._names_by_suffix.get(live, ())
+        if len(matches) > 1:
+            raise CheckpointError(f"{live!r} could be {matches[0]!r} or {matches[1]!r}")
+        return self._locate_tensor(matches[0]) if matches else None
 
     @cached_property
-    def _suffixes(self) -> dict[str, list[str]]:
-        """Live name -> the names that have one module more above it."""
-        found: dict[str, list[str]] = {}
+    def _shapes(self) -> dict[str, Shape]:
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        return shapes | {alias: shapes[owner] for alias, owner in self.aliases.items() if owner in shapes}
+
+    def _iterate_parameters(self) -> Iterator[_LiveParameters]:
+        """Yield the parameters for each class with which transformers may load the base.
+
+        The parameters of a class are only computed if the previous classes do not have the name that is
+        searched.
+        """
+        yield from self._computed
+        for parameters in self._remaining:
+            self._computed.append(parameters)
+            yield parameters
+
+    @cached_property
+    def _remaining(self) -> Iterator[_LiveParameters]:
+        for rules in iterate_possible_rules(self._config):
+            # If the base has names in memory, convert them to published names, which the adapter may have.
+            if are_live(self._shapes, rules):
+                yield _LiveParameters(arrange_for_files(self._shapes, rules), {}, rules.base)
+                continue
+            errors: dict[str, str] = {}
+            arrangements = arrange_for_memory(self._shapes, rules, errors=errors)
+            yield _LiveParameters(arrangements, errors, rules.base)
+
+    def _locate_tensor(self, name: str) -> Found:
+        """Locate a parameter that is identical to a tensor in the files."""
+        shape = self._shapes[name]
+        return Found(shape, (Region(name, 0, 0, _count_rows(shape)),), name)
+
+    def _locate(self, live: str, values: Arrangement) -> Found:
+        """Locate a parameter that is arranged from tensors in the files."""
+        identical = values.find_identical_source(self._shapes.__getitem__)
+        if identical is not None:
+            return self._locate_tensor(identical)
+        regions = [region for tile in values.tiles for region in self._find_regions(live, values.shape, tile)]
+        return Found(values.shape, tuple(sorted(regions, key=lambda region: region.start)))
+
+    def _find_regions(self, live: str, shape: Shape, tile: Tile) -> Iterator[Region]:
+        """Yield the regions of a tile.
+
+        Raises:
+            CheckpointError: If the files store the elements of a row in a different order.
+        """
+        source_shape = self._shapes.get(tile.source, ())
+        # Number of dimensions that are flattened to rows, see `Region`.
+        row_dims = 2 if len(shape) == 3 else 1
+        source_row_dims = 2 if len(source_shape) == 3 else 1
+        has_same_rows = (
+            tile.source != ZEROS
+            and set(tile.steps) <= {1}
+            and tile.sizes[row_dims:] == shape[row_dims:] == source_shape[source_row_dims:]
+            and tile.dims[row_dims:] == tuple(range(source_row_dims, len(source_shape)))
+            and tile.dims[row_dims - 1] == source_row_dims - 1
+        )
+        if not has_same_rows:
+            raise CheckpointError(
+                f"{live!r}: cannot be merged, because the base stores its elements in a different order; "
+                "convert the base with portable-convert --names live first"
+            )
+        count = tile.sizes[row_dims - 1]
+        for i in range(tile.sizes[0] if row_dims == 2 else 1):
+            start = (tile.at[0] + i) * shape[1] + tile.at[1] if row_dims == 2 else tile.at[0]
+            row = tile.lows[source_row_dims - 1]
+            if source_row_dims == 2:
+                expert = tile.lows[0] + (i if row_dims == 2 and tile.dims[0] == 0 else 0)
+                row += expert * source_shape[1]
+            yield Region(tile.source, row, start, start + count)
+
+    def find_similar_name(self, live: str) -> str:
+        """Find the name in the files that is most similar to a name in memory.
+
+        Args:
+            live: Name of a parameter in memory.
+
+        Returns:
+            The most similar name, or an empty string if no name is similar.
+        """
+        names = list(self.tensors)
+        suffix = live.split(".")[-2:]
+        candidates = [name for name in names if name.split(".")[-2:] == suffix] or names
+        return next(iter(get_close_matches(live, candidates[:_MAX_CANDIDATES], 1, 0.3)), "")
+
+    @cached_property
+    def _names_by_suffix(self) -> dict[str, list[str]]:
+        """Names in the files, keyed by the name without its first module."""
+        names_by_suffix: dict[str, list[str]] = {}
         for name in self.tensors:
-            found.setdefault(name.partition(".")[2], []).append(name)
-        return found
+            names_by_suffix.setdefault(name.partition(".")[2], []).append(name)
+        return names_by_suffix
 
 
-def _variants(live: str) -> Iterator[list[str]]:
-    """The names that a live name may have in a file: itself, after one rule, after two ..."""
-    seen = {live}
-    current = [live]
-    for _ in range(_MOST_RULES + 1):
-        yield current
-        following: list[str] = []
-        for name in current:
-            for pattern, file in _RULES:
-                other = pattern.sub(file, name, count=1)
-                if other not in seen:
-                    seen.add(other)
-                    following.append(other)
-        current = following
-
-
-def _rows(shape: Sequence[int]) -> int:
-    """The rows of a parameter: see `Region`."""
+def _count_rows(shape: Sequence[int]) -> int:
+    """Count the rows of a parameter, see `Region`."""
     return prod(shape[:-1]) if len(shape) == 3 else shape[0] if shape else 1

@@ -7,7 +7,6 @@ block (`converters.tensors.computed`), so memory holds one module's factors and 
 from __future__ import annotations
 
 import json
-import re
 from functools import lru_cache, partial
 from itertools import permutations
 from math import prod
@@ -20,7 +19,7 @@ from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import GENERATION, MERGED
+from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with
@@ -35,42 +34,34 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Array, Tensor
 
-_TOKENIZER = re.compile(
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|.+\.model"
-)
 _LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 _LABELLED = ("SEQ_CLS", "TOKEN_CLS")
 _STACKS_KEPT, _MAX_NESTED = 4, 4
 
 
 def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
-    """The base model with an adapter merged into it.
+    """Merge an adapter into a base model.
 
     Args:
-        base: a checkpoint of any format, under live names or those of the files; not quantized.
-        dtype: keep (that of the base's tensor), float32, bfloat16 or float16, for tensors that change. Write
-            the result with the same dtype.
+        adapter: Adapter to merge.
+        base: Checkpoint of any format that is not quantized. Its tensors may have published names or names in
+            memory.
+        dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the
+            base's tensor. Write the result with the same dtype.
 
     Returns:
-        A checkpoint whose changed tensors are computed while they are read. Its documents record what was
-        merged.
+        A checkpoint whose changed tensors are computed when they are read. Its documents include a record of
+        the merged adapter.
 
     Raises:
-        CheckpointError: the adapter is of a kind that cannot be merged, was merged before, or belongs to
-            another base.
+        CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged or
+            belongs to another base.
     """
     check_mergeable(adapter)
     on = BaseChanges(adapter, base, dtype)
     digest = adapter.digest
     _check_base(on, digest)
-    if on.config.type == "IA3":
-        for module in adapter.modules:
-            _ia3(on, module)
-    else:
-        _train_tokens(on)  # first: LoRA's layer has the one with the tokens inside it
-        _LoraChanges(on).apply()
-    for (module_name, leaf), tensor in adapter.replaced.items():
-        _replace(on, module_name, leaf, tensor)
+    _apply(on)
     untied = on.untied()
     tensors: dict[str, Tensor] = {}
     for name, tensor in base.tensors.items():
@@ -83,10 +74,36 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
         aliases={} if untied else {a: owner for a, owner in on.ties.items() if a != OTHER_HEAD},
         metadata=base.metadata,
         companions=_companions(adapter, base),
-        config=on.config_changes,
+        config={**base.config, **on.config_changes},
         documents={MERGED: _record(on, digest)},
         ties=False,
     )
+
+
+def check_base(adapter: Adapter, base: Checkpoint) -> None:
+    """Check that an adapter can be merged into a base model, comparing only names and shapes.
+
+    Args:
+        adapter: Adapter to merge.
+        base: Base model.
+
+    Raises:
+        CheckpointError: If the adapter cannot be merged into the base, see `merge`.
+    """
+    check_mergeable(adapter)
+    _apply(BaseChanges(adapter, base, "keep"))
+
+
+def _apply(on: BaseChanges) -> None:
+    """Collect the changes of the adapter to all tensors."""
+    if on.config.type == "IA3":
+        for module in on.adapter.modules:
+            _ia3(on, module)
+    else:
+        _train_tokens(on)  # first: LoRA's layer has the one with the tokens inside it
+        _LoraChanges(on).apply()
+    for (module_name, leaf), tensor in on.adapter.replaced.items():
+        _replace(on, module_name, leaf, tensor)
 
 
 def check_mergeable(adapter: Adapter) -> None:
@@ -104,13 +121,11 @@ def check_mergeable(adapter: Adapter) -> None:
 
 def _companions(adapter: Adapter, base: Checkpoint) -> dict[str, Place]:
     """The base's files beside its weights, with the adapter's tokenizer, and what ends an answer."""
-    theirs = {
-        name: path for name, path in adapter.checkpoint.companions.items() if _TOKENIZER.fullmatch(name)
-    }
+    theirs = {name: path for name, path in adapter.checkpoint.companions.items() if TOKENIZER.fullmatch(name)}
     kept = {
         name: path
         for name, path in base.companions.items()
-        if name != MERGED and not (theirs and _TOKENIZER.fullmatch(name))
+        if name != MERGED and not (theirs and TOKENIZER.fullmatch(name))
     }
     generation = adapter.checkpoint.companions.get(GENERATION)
     return kept | theirs | ({} if generation is None else {GENERATION: generation})

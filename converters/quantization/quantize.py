@@ -21,7 +21,7 @@ from converters.tensors.dtypes import CASTABLE
 from converters.tensors.quantized import Scheme, bytes_of, fp4_of, gpt_oss_of, packed_rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from converters.checkpoint import Checkpoint
     from converters.tensors.tensor import Tensor
@@ -154,13 +154,16 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
     return checkpoint.with_tensors(tensors, {KEY: chosen.settings(sorted(kept))}, checkpoint.companions)
 
 
-def quantized_like(checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
+def quantized_like(
+    checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep", untouched: Collection[str] = ()
+) -> Checkpoint:
     """`checkpoint` with the layout of `base`: the same weights as codes, and its `quantization_config`.
 
     Args:
         base: of FP8 (with blocks, for each output, or for the whole), MXFP4, or compressed-tensors' symmetric
             integers. Its scales of activations and the dtypes of what stays are taken over.
         dtype: as of `quantized`.
+        untouched: Tensors whose codes are copied from `base`, because their values are the same.
 
     Raises:
         CheckpointError: `base` is not quantized so, or the two have other weights.
@@ -177,7 +180,7 @@ def quantized_like(checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "ke
             if model is None or tuple(model.shape) != tuple(value.shape):
                 shape = "is not there" if model is None else f"has shape {list(model.shape)}"
                 raise CheckpointError(f"{base.root}: {printable(key)} {shape}, not {list(value.shape)}")
-        tensors |= made
+            tensors[key] = model if name in untouched else value
     for name, tensor in there.items():
         if not ACTIVATIONS.fullmatch(name):
             raise CheckpointError(f"{checkpoint.root}: has no {printable(name)}, which {base.root} has")

@@ -133,7 +133,7 @@ class Tensor:
         nonempty_boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
         self._boxes = nonempty_boxes
         # Start of each box along dimension 0, and the running maximum of the stops. Both lists are sorted, so
-        # `_find_overlapping_boxes` can bisect them.
+        # `find_overlapping_boxes` can bisect them.
         self._dim0_starts = [box.offsets[0] for box in nonempty_boxes] if self.shape else []
         stops = (box.offsets[0] + box.sizes[0] for box in nonempty_boxes) if self.shape else ()
         self._dim0_max_stops = list(accumulate(stops, max))
@@ -248,7 +248,7 @@ class Tensor:
         """
         if out.size == 0:
             return
-        for box in self._find_overlapping_boxes(starts, out.shape):
+        for box in self.find_overlapping_boxes(starts, out.shape):
             out_slices, box_starts = [], []
             for start, size, box_offset, box_size in zip(
                 starts, out.shape, box.offsets, box.sizes, strict=True
@@ -417,7 +417,7 @@ class Tensor:
             sizes.append(max(0, stop - start))
         return tuple(starts), tuple(sizes)
 
-    def _find_overlapping_boxes(self, starts: Shape, sizes: Shape) -> Sequence[Box]:
+    def find_overlapping_boxes(self, starts: Shape, sizes: Shape) -> Sequence[Box]:
         """Return the boxes that may overlap with a region, based only on their extents along dimension 0."""
         boxes = self.boxes
         if not starts or len(boxes) <= 1:

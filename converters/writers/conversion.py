@@ -373,7 +373,9 @@ def carry_out(
     if unknown_names := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"{min(unknown_names)}: unknown option; use one of the fields of Options")
     overwrite, verify = options.get("overwrite", False), options.get("verify", False)
-    target = check_output(out, [checkpoint.root], overwrite=overwrite, single=single)
+    target = check_output(
+        out, [checkpoint.root], overwrite=overwrite, single=single, companions=checkpoint.companions
+    )
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=options.get("expand", False))
     from tqdm import tqdm  # imported here because the import is slow

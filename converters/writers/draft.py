@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.config_and_tokenizer_files import list_companion_names
 from converters.errors import CheckpointError
 from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
 from converters.storage.path_or_url import in_store
@@ -28,12 +29,28 @@ if TYPE_CHECKING:
     from converters.writers.remote_draft import StoreOutput
 
 
-def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool, single: bool = False) -> Place:
-    """The absolute output; CheckpointError if writing there could destroy something.
+def check_output(
+    out: Place,
+    sources: Sequence[Place],
+    *,
+    overwrite: bool,
+    single: bool = False,
+    companions: Collection[str] = (),
+) -> Place:
+    """Check that writing the output cannot destroy the sources or files of other programs.
 
     Args:
-        sources: folders and files that are read; the output may neither contain one nor lie in one.
-        single: the output is a file.
+        out: Folder or file to write.
+        sources: Folders and files to read. The output must neither contain a source nor be inside a source.
+        overwrite: Whether an existing output may be replaced.
+        single: Whether the output is a file.
+        companions: Names of further files that may be replaced.
+
+    Returns:
+        The absolute path of the output.
+
+    Raises:
+        CheckpointError: If writing the output could destroy files.
     """
     target: Place = out.resolve()
     if not in_store(target):
@@ -58,11 +75,13 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool, singl
 
         check_prefix(target, overwrite=overwrite)
     elif not in_store(out):
-        _check_folder(out, overwrite)
+        _check_folder(
+            out, overwrite, {*companions, *(n for source in sources for n in list_companion_names(source))}
+        )
     return target
 
 
-def _check_folder(out: Path, overwrite: bool) -> None:
+def _check_folder(out: Path, overwrite: bool, companions: Collection[str]) -> None:
     if not os.path.lexists(str(out)):
         return
     target = out.resolve()
@@ -74,7 +93,7 @@ def _check_folder(out: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out}: is not a folder")
     if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
         raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
-    check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()})
+    check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()}, companions)
 
 
 def _is_within(path: Place, folder: Place) -> bool:

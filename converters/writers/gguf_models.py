@@ -418,7 +418,9 @@ def _rotary(table: _Table, model: Model, found: Settings) -> None:
         values["rope_scaling_orig_ctx_len"] = rope.number(old, whole=True)
         rope.only("beta_fast", None, 32)
         rope.only("beta_slow", None, 1)
-        rope.only("truncate", True)
+        # llama.cpp always rounds the bounds of YaRN's ramp, although the config of GPT-OSS disables rounding.
+        # Accept GPT-OSS, because the converter of llama.cpp also does and the frequencies hardly differ.
+        rope.only("truncate", *((True, False) if model.arch == "gpt-oss" else (True,)))
     elif kind == "llama3":
         found.factors = _llama3(rope, base, size)
     rope.finish((old, "max_position_embeddings"))

@@ -38,13 +38,23 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 _CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def check_replaceable(out: Place, names: Collection[str]) -> None:
-    """Refuse to replace a folder that holds other files than an output of this program.
+def check_replaceable(out: Place, names: Collection[str], companions: Collection[str] = ()) -> None:
+    """Check that a folder only contains files of a previous conversion.
 
     Args:
-        names: of the files in it, relative to it; that of a folder ends in `/`.
+        out: Folder to replace.
+        names: Names of its entries, relative to the folder. The names of subfolders end in `/`.
+        companions: Names of further files that may be replaced.
+
+    Raises:
+        CheckpointError: If the folder contains other files.
     """
-    others = sorted(name for name in names if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name)))
+    replaceable = {*companions, *(f"{name.partition('/')[0]}/" for name in companions if "/" in name)}
+    others = sorted(
+        name
+        for name in names
+        if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name) or name in replaceable)
+    )
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
         raise CheckpointError(

@@ -51,12 +51,15 @@ if TYPE_CHECKING:
 def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = False) -> Plan:
     """The plan of `--to safetensors`; with `dcp`, of `--to dcp-safetensors`."""
     entries = model_entries(checkpoint, choices.dtype, aliases=dcp)
-    runs = shards(entries, choices.max_shard_size)
     documents, companions = small_files(checkpoint, entries)
+    fixed_shards = {} if dcp else _assign_fixed_shards(checkpoint, entries)
+    runs = list(fixed_shards.values()) or shards(entries, choices.max_shard_size)
     if len(runs) == 1 and not dcp:
         files = [_file(SINGLE, runs[0])]
     else:
-        names = [f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)]
+        names = list(fixed_shards) or [
+            f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)
+        ]
         files = [
             _file(name, run, _sharding(run) if dcp else {}) for name, run in zip(names, runs, strict=True)
         ]
@@ -65,6 +68,20 @@ def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = Fa
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         documents["model.safetensors.index.json"] = _document(index)
     return _with_optimizer(checkpoint, files, documents, companions, wanted=choices.optimizer)
+
+
+def _assign_fixed_shards(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Assign tensors to the output files that the checkpoint specifies.
+
+    Returns:
+        Tensors of each file, keyed by file name. Tensors without a specified file are in the last file. Empty
+        if the checkpoint does not specify any files.
+    """
+    names = sorted(set(checkpoint.shards.values()))
+    assigned: dict[str, list[Entry]] = {name: [] for name in names}
+    for entry in entries if names else ():
+        assigned[checkpoint.shards.get(entry.name, names[-1])].append(entry)
+    return {name: shard for name, shard in assigned.items() if shard}
 
 
 plan_dcp_safetensors = partial(plan_safetensors, dcp=True)

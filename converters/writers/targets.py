@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
-from converters.options import WRITERS
+from converters.naming import rename_to_live, rename_to_published
+from converters.options import PUBLISHED, WRITERS
 from converters.storage.path_or_url import place
 from converters.writers.conversion import Choices, Options, carry_out
 
@@ -25,29 +26,38 @@ if TYPE_CHECKING:
 
 
 def planner(to: str) -> Callable[[Checkpoint, Choices], Plan]:
-    """What plans the files of `--to <to>`; it raises CheckpointError where they cannot hold the checkpoint.
+    """Return the function that plans the output files of a format.
+
+    The function raises a `CheckpointError` if the format does not support the checkpoint.
+
+    Args:
+        to: Output format, one of `converters.options.WRITERS`.
+
+    Returns:
+        The function.
 
     Raises:
-        CheckpointError: an unknown format.
+        CheckpointError: If the format is unknown.
     """
     if to not in WRITERS:
         raise CheckpointError(f"the format {to!r} is not one of {', '.join(WRITERS)}")
     module, _, function = WRITERS[to].partition(":")
-    found: Callable[[Checkpoint, Choices], Plan] = getattr(import_module(module), function)
-    return found
+    plan_files: Callable[[Checkpoint, Choices], Plan] = getattr(import_module(module), function)
+    return plan_files
 
 
 def is_single(to: str, out: Place) -> bool:
-    """Whether `out` is the one file of a format, and no folder."""
+    """Return whether the output is a single file instead of a folder."""
     return to == "gguf" and out.suffix == ".gguf"
 
 
 class WriterOptions(Options, total=False):
-    """The options of `write_checkpoint`."""
+    """Keyword arguments of `write_checkpoint`."""
 
     dtype: str
     max_shard_size: int
     optimizer: bool
+    names: str | None
 
 
 def write_checkpoint(
@@ -58,27 +68,54 @@ def write_checkpoint(
     dtype: str = Choices.dtype,
     max_shard_size: int = Choices.max_shard_size,
     optimizer: bool = Choices.optimizer,
+    names: str | None = None,
     **options: Unpack[Options],
 ) -> Plan:
-    """Write a checkpoint in the format `to`, one of `converters.options.WRITERS`, as `portable-convert` does.
+    """Write a checkpoint in another format, as `portable-convert` does.
 
     Args:
-        dtype, max_shard_size, optimizer: see `Choices`.
-        options: see `Options`.
+        checkpoint: Checkpoint to write.
+        out: Path or URL of the output.
+        to: Output format, one of `converters.options.WRITERS`.
+        dtype: Dtype of the weights, see `Choices`.
+        max_shard_size: Maximum size of a shard in bytes, see `Choices`.
+        optimizer: Whether to also write the optimizer state, see `Choices`.
+        names: Names and shapes of the tensors: `published` converts to the names of published files, `live`
+            converts to the names that transformers uses in memory, and `stored` keeps the names of the
+            checkpoint. The default is `published` for safetensors, torch, and gguf, and `stored` otherwise.
+        options: Further options, see `Options`.
 
     Returns:
-        The plan that was carried out.
+        The executed plan.
 
     Raises:
-        CheckpointError: `out` is refused, the source is damaged, the format cannot hold it, the disk is full,
-            or the object store is unreachable. `out` is then unchanged.
+        CheckpointError: If `out` cannot be written or replaced, the source is damaged, the format does not
+            support the checkpoint, the disk is full, or the object store is unreachable. `out` is then
+            unchanged.
     """
+    names = names or ("published" if to in PUBLISHED else "stored")
+    if names == "published":
+        checkpoint = rename_to_published(checkpoint)
+    elif names == "live":
+        checkpoint = rename_to_live(checkpoint)
     plan = partial(planner(to), checkpoint, Choices(dtype, max_shard_size, optimizer))
     return carry_out(checkpoint, plan, place(out), single=is_single(to, place(out)), **options)
 
 
 def write_safetensors(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> Plan:
-    """`write_checkpoint` as safetensors files: `model.safetensors`, or numbered shards with an index."""
+    """Write a checkpoint as `model.safetensors`, or as numbered safetensors shards with an index.
+
+    Args:
+        checkpoint: Checkpoint to write.
+        out: Path or URL of the output folder.
+        options: Keyword arguments of `write_checkpoint`.
+
+    Returns:
+        The executed plan.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be written, see `write_checkpoint`.
+    """
     return write_checkpoint(checkpoint, out, "safetensors", **options)
 
 

@@ -34,6 +34,7 @@ from portable.model.initialize import InitialWeights
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import files_of
 from portable.model.quantized import KINDS, QuantizedLinear, quantize, quantized_tensor
+from portable.model.reach import get_unreached_names, mark_unreached, summarize_parameters
 from portable.model.tensors import to_torch
 from portable.paths import write_durably
 from portable.private import of_transformers
@@ -63,6 +64,7 @@ class Adapter:
         config: peft's.
         blueprint: the base model as it was before, on the meta device.
         rows: of the embedding, if tokens were added to the base's; otherwise None.
+        notes: One line for each reason why ``all-linear`` excludes modules.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Adapter:
     ) -> None:
         self.config = config
         self.blueprint = blueprint
+        self.notes: list[str] = []
         self.rows = int(model.config.get_text_config().vocab_size) if grown else None
         self._run = run
         self._names = names
@@ -202,6 +205,11 @@ class Adapter:
                 f"{model}; merge it (portable-convert {folder} OUT --merge-into {model}), and train OUT",
             )
         return {name: tensors[key] for name, key in self._files.items()}
+
+    @property
+    def file_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the trained tensors, keyed by their names in peft's files."""
+        return {saved: tuple(self._shapes[name]) for name, saved in self._files.items()}
 
     @property
     def files(self) -> list[str]:
@@ -332,6 +340,7 @@ def adapt(
     heads = _heads(model) if config.model.task == "sequence-classification" else []
     settings = peft_config(config, of_transformers.revision(model_config), heads)
     matcher = Matcher()
+    notes = _exclude_modules(model, settings, config)
     _check_targets(model, settings, config, matcher)
     _check_ties(model, settings, matcher)
     tied = any(tied_names(model).values())
@@ -346,7 +355,9 @@ def adapt(
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
     _prepare_tokens(model, tied, grown_from)
     names = _base_names(model, before)
+    _mark_unreached(model, names)
     adapter = Adapter(config, settings, blueprint, model, names, grown=grown_from is not None)
+    adapter.notes = notes
     _freeze(model, names, _base_dtype(config))
     if config.adapter.base in KINDS:
         adapter.quantize(model)
@@ -399,6 +410,76 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return found if model.base_model_prefix in dict(model.named_children()) else []
 
 
+def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
+    """Exclude modules from ``all-linear`` that do not process text or that peft does not support.
+
+    Sets ``exclude_modules`` of ``settings``, unless the adapter was defined in peft's format.
+
+    Args:
+        model: The model on the meta device.
+        settings: peft's config.
+        config: The config of the run.
+
+    Returns:
+        Notes for the user about the excluded modules.
+    """
+    from portable.private.of_peft import is_module_rejected
+
+    in_peft_format = config.adapter.name_or_path is not None or config.adapter.config is not None
+    targets = settings.target_modules
+    if in_peft_format or not isinstance(targets, str) or targets.lower() != "all-linear":
+        return []
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    unreached = get_unreached_names(model)
+    tower = [f"{name}.weight" for name in linear if f"{name}.weight" in unreached]
+    rejected = sorted({last for last in _last(linear) if is_module_rejected(settings, model, last)})
+    patterns, notes = [], []
+    if tower:
+        parts = [part for part in summarize_parameters(model, unreached, full=True) if _covers(part, tower)]
+        patterns += [_build_pattern(part) + r"(\..*)?" for part in parts]
+        shown = ", ".join(part.removeprefix(f"{model.base_model_prefix}.") for part in parts)
+        notes.append(
+            f"adapter.target_modules: all-linear excludes {shown}, because text does not reach these "
+            "modules; list module names in adapter.target_modules to adapt them"
+        )
+    if rejected:
+        patterns += [rf"(.*\.)?{re.escape(name)}" for name in rejected]
+        notes.append(
+            f"adapter.target_modules: all-linear excludes {', '.join(rejected)}, because peft does not "
+            f"support these modules in models of type {model.config.model_type}"
+        )
+    if patterns:
+        settings.exclude_modules = "|".join(patterns)
+    return notes
+
+
+def _build_pattern(part: str) -> str:
+    """Build a regular expression for a name from :func:`portable.model.reach.summarize_parameters`."""
+    return re.escape(part).replace(r"\*", r"\d+")
+
+
+def _covers(part: str, names: list[str]) -> bool:
+    """Return whether one of the parameters belongs to a module from ``summarize_parameters``."""
+    pattern = re.compile(_build_pattern(part) + r"(\..*)?")
+    return any(pattern.fullmatch(name) for name in names)
+
+
+def _mark_unreached(model: PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Record which parameters never receive a gradient, including adapters of modules that skip text.
+
+    Args:
+        model: The model with the adapter.
+        names: Names of the tensors in the base model, keyed by the names in ``model``.
+    """
+    before = get_unreached_names(model)
+    unreached = {name for name, base in names.items() if base in before}
+    around = {name.partition(".base_layer.")[0] for name in unreached if ".base_layer." in name}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and any(name.startswith(f"{prefix}.") for prefix in around):
+            unreached.add(name)
+    mark_unreached(model, frozenset(unreached))
+
+
 def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, matcher: Matcher) -> None:
     """Check the names in ``settings``, and write out what peft would take another way or not at all.
 
@@ -407,13 +488,17 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
             peft's may, as lists in it are often for several models; but not all of a list of targets.
     """
     layers = config.adapter.layers
-    filed = config.adapter.name_or_path is not None or config.adapter.config is not None
+    in_peft_format = config.adapter.name_or_path is not None or config.adapter.config is not None
     modules = [name for name, _ in model.named_modules() if name]
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     targets = settings.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
         if layers is not None:  # peft takes their numbers only beside names
-            settings.target_modules = {name for name in linear if _layer_of(name) in layers}
+            excluded = re.compile(settings.exclude_modules or "$^")
+            settings.target_modules = {
+                name for name in linear if _layer_of(name) in layers and not excluded.fullmatch(name)
+            }
+            settings.exclude_modules = None
             require(
                 bool(settings.target_modules),
                 f"adapter.layers: the model has no linear layers in {list(layers)}; give numbers from 0",
@@ -434,12 +519,12 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
             f"{_listed(linear)}; give names in a list, such as [{_last(linear)[0] if linear else 'q_proj'}]",
         )
     else:
-        _check_names("target_modules", targets or (), modules, linear, one_is_enough=filed)
-    if not filed:
+        _check_names("target_modules", targets or (), modules, linear, one_is_enough=in_peft_format)
+    if not in_peft_format:
         _check_names("modules_to_save", settings.modules_to_save or (), modules, modules)
     parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
     chosen = getattr(settings, "target_parameters", None) or ()
-    _check_names("target_parameters", chosen, parameters, parameters, one_is_enough=filed)
+    _check_names("target_parameters", chosen, parameters, parameters, one_is_enough=in_peft_format)
     for setting, used in (
         ("layers", layers is not None),
         ("init: orthogonal", getattr(settings, "init_lora_weights", None) == "orthogonal"),

@@ -9,7 +9,7 @@ from portable.data.dataset import inspect_data
 from portable.data.sources.opening import recognise_format
 from portable.errors import MissingDataError
 from portable.model import build as models
-from portable.model.document_attention import check_documents
+from portable.model.document_attention import check_documents, choose_packing
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
 from portable.model.special_tokens import SpecialTokens
@@ -116,7 +116,7 @@ def planned(config: RunConfig) -> tuple[RunConfig, PreTrainedModel, DataSizes | 
     training_loss(config)  # refuses one that is not there
     try:
         kind = recognise_format(config.data, config.model.task, downloads=False)
-        config = config.replaced({"data.format": kind})
+        config = choose_packing(config.replaced({"data.format": kind}))
         assembled, sizes = looked_at(config)
     except MissingDataError:  # a machine without the data plans as well
         from portable.adapters.adapter import training_model

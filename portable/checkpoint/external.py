@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
+from converters.naming import rename_to_live
 from portable.checkpoint.store import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
+from portable.model.published import build_name_rules
 from portable.paths import exists, read_json, storage_errors
 
 if TYPE_CHECKING:
@@ -136,7 +138,10 @@ class ExternalCheckpoint:
         return {}
 
     def named_for(self, model: Any) -> ExternalCheckpoint:
-        """Return this checkpoint with the names of ``model``. torchtitan has other names for Llama.
+        """Return this checkpoint with the names that ``model`` uses in memory.
+
+        torchtitan uses its own names for Llama, and the published names of many models differ from the names
+        in memory.
 
         Raises:
             CheckpointError: if the sizes differ from those of ``model``.
@@ -145,7 +150,10 @@ class ExternalCheckpoint:
 
         config = model.config
         if config.model_type != "llama" or not is_torchtitan_llama(self.checkpoint):
-            return self
+            live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            if self.checkpoint.tensors.keys() <= live.keys():
+                return self
+            return replace(self, checkpoint=rename_to_live(self.checkpoint, build_name_rules(model), live))
         named = as_transformers_llama(
             self.checkpoint, heads=config.num_attention_heads, key_value_heads=config.num_key_value_heads
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from converters import CheckpointError
 from portable.model.parameters import stored_tensors, tied_names
+from portable.model.reach import get_unreached_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,13 +51,13 @@ def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
     if checkpoint.optimizer is None:
         raise CheckpointError(f"{checkpoint.root}: has no optimizer state")
     optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
-    optimizer = {}
+    optimizer, unreached = {}, get_unreached_names(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         state = checkpoint.optimizer.state.get(name)
         if state is not None:
             optimizer[name] = state
-        elif name not in optimized:
+        elif name not in optimized and name not in unreached:
             raise CheckpointError(f"{checkpoint.root}: has no optimizer state for {name}")
     return StoredState({name: weights[name] for name in wanted}, optimizer)

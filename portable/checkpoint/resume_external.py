@@ -20,6 +20,7 @@ from portable.config.origins import shown
 from portable.errors import DamagedError, UserError
 from portable.model.groups import groups_of
 from portable.model.parameters import embeddings, stored_tensors, tied_names
+from portable.model.reach import get_unreached_names
 from portable.optim.optimizers import build_optimizer
 from portable.private.of_transformers import ignored_names
 
@@ -251,11 +252,11 @@ class _Matching:
         owners = {alias: name for name, others in tied_names(self.model).items() for alias in others}
         theirs = {owners.get(name, name): values for name, values in optimizer.state.items()}
         groups = {owners.get(name, name): g for g in optimizer.param_groups for name in g.get("params", ())}
-        left: set[str] = set()
+        left, unreached = set[str](), get_unreached_names(self.model)
         state: dict[str, State] = {}
         for name, parameter in self.trained.items():
             wanted: Mapping[str, Tensor] = ours.initial_state(parameter)
-            if name not in theirs and name not in groups:
+            if name not in theirs and name not in groups and name not in unreached:
                 raise _refusal(
                     self.external,
                     f"has no optimizer state for {name}, which this run trains",

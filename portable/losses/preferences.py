@@ -193,9 +193,9 @@ def _reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mappin
 
 
 def _frozen(name: str, device: torch.device) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from portable.model.build import find_pretrained_class
 
-    model: Any = AutoModelForCausalLM.from_pretrained(name)
+    model: Any = find_pretrained_class(name).from_pretrained(name)
     model.eval().requires_grad_(False).to(device)
     if device.type == "xla":  # which unties them
         model.tie_weights()

@@ -20,9 +20,11 @@ from portable import plugins
 from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
+from portable.model.on_meta import large_tensors_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
+from portable.model.reach import find_unreached, mark_unreached
 from portable.paths import check_folder
-from portable.private.of_transformers import model_types
+from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +53,7 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
     try:
         known = AutoConfig.for_model(model_type)
     except ValueError as error:
-        near = _nearest(model_type, model_types())
+        near = _nearest(model_type, of_transformers.model_types())
         raise UserError(
             f"model.config.model_type: transformers has no model type {model_type!r}{near}"
         ) from error
@@ -59,7 +61,11 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
         raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
     _check_keys(known, given)
     try:
-        return AutoConfig.for_model(model_type, **given)
+        config = AutoConfig.for_model(model_type, **given)
+        _check_rope(config, given)
+        return config
+    except UserError:
+        raise
     except ZeroDivisionError as error:
         zeros = (key for key, value in given.items() if value == 0)
         zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
@@ -84,10 +90,7 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    config = _changed(config, settings)
-    if adds_router_loss(config, settings):
-        config.get_text_config().output_router_logits = True
-    return config
+    return _changed(config, settings)
 
 
 def model_config(settings: ModelConfig) -> PretrainedConfig:
@@ -136,21 +139,29 @@ def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfi
         return config
     _check_keys(config, settings.config)
     values = config.to_dict()
-    for key, value in settings.config.items():
+    changes = dict(settings.config)
+    if isinstance(rope := values.get("rope_parameters"), dict) and not _get_rope_per_layer_type(rope):
+        moved = {key: changes.pop(key) for key in _ROPE_KEYS if key in changes}
+        changes |= {"rope_parameters": {**moved, **changes.get("rope_parameters", {})}} if moved else {}
+    for key, value in changes.items():
         inside = values.get(key)
         values[key] = {**inside, **value} if isinstance(inside, dict) and isinstance(value, dict) else value
     try:
-        found = type(config).from_dict(values)
+        changed_config = type(config).from_dict(values)
+        _check_rope(changed_config, settings.config)
+    except UserError:
+        raise
     except Exception as error:  # whatever the checks of its class raise
         raise UserError(f"model.config: {one_line(error)}") from error
     if not settings.from_scratch:
-        before, after = (build_model(copy.deepcopy(one), settings) for one in (config, found))
+        before = build_model(copy.deepcopy(config), settings)
+        after = build_model(copy.deepcopy(changed_config), settings)
         if _shapes(before) != _shapes(after) or tied_names(before) != tied_names(after):
             raise UserError(
                 f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights of "
                 f"{settings.name_or_path}; leave it out, or set model.init to scratch"
             )
-    return found
+    return changed_config
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
@@ -172,10 +183,40 @@ def _divides(key: str, model_type: str, given: Mapping[str, Any]) -> bool:
 _PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task_specific_params"}
 
 
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Keys in published config.json files that transformers 5 stores inside ``rope_parameters``."""
+
+
+def _get_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rope parameters of each layer type, or an empty list if all layers share them."""
+    return [value for value in rope.values() if isinstance(value, dict)]
+
+
+def _check_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    """Check that each rope setting has an effect.
+
+    Args:
+        config: The config that was built from the settings.
+        given: The settings of ``model.config``.
+
+    Raises:
+        UserError: If a setting has no effect, because each layer type has its own value.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    scopes = (rope, *_get_rope_per_layer_type(rope))
+    for key in _ROPE_KEYS:
+        if key in given and rope and not any(scope.get(key) == given[key] for scope in scopes):
+            raise UserError(
+                f"model.config.{key}: has no effect on {type(config).__name__}; set it in "
+                "model.config.rope_parameters"
+            )
+
+
 def _check_keys(known: PretrainedConfig, given: Mapping[str, Any]) -> None:
     for key in given:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
-        taken = _has_setting(known, key) or _is_ignored(key, given[key]) or _is_generation_setting(key)
+        taken = _has_setting(known, key) or (key in _ROPE_KEYS and hasattr(known, "rope_parameters"))
+        taken = taken or _is_ignored(key, given[key]) or _is_generation_setting(key)
         if not (taken or _is_read(known, key)):
             near = _nearest(key, known.to_dict())
             raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
@@ -263,17 +304,34 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
 
 
 def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
-    """Build the model of ``run`` as :func:`build_model` does, with frozen what the run does not train.
+    """Build the model of a run with :func:`build_model` and freeze the parameters that it does not train.
+
+    Parameters that the loss does not depend on are recorded and frozen as well; see
+    :mod:`portable.model.reach`.
+
+    Args:
+        config: The transformers config of the model.
+        run: The config of the run.
+
+    Returns:
+        The model on the meta device.
 
     Raises:
-        UserError: as :func:`build_model`, and for patterns of parameters that do not fit the model.
+        UserError: If :func:`build_model` raises one, or a parameter pattern does not match the model.
     """
     model = build_model(config, run.model)
     compute = COMPUTE.get(run.precision, torch.float32)
     # Loading corrects it where the files differ from what the config says.
     stored = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
-    if run.train.freezes:
-        freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32)
+    whole_output = run.train.loss is not None
+    unreached = find_unreached(model, seq_len=run.data.longest, whole_output=whole_output)
+    mark_unreached(model, unreached)
+    if run.memory.offload_params == "nvme":
+        # DeepSpeed does not save frozen parameters that are offloaded to nvme. Parameters without a gradient
+        # keep their values even if they are not frozen.
+        unreached = frozenset()
+    if run.train.freezes or unreached:
+        freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32, unreached)
     return model
 
 
@@ -293,29 +351,130 @@ def _no_warning(*_: Any) -> None:
     pass
 
 
-def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
+def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
+    """Select the class to build for ``config``.
+
+    For ``causal-lm``, a checkpoint is trained as the class listed in its ``architectures`` if that class
+    accepts text and other inputs and generates text. Otherwise, the Auto class of the task is used or, if it
+    does not support the model type of the checkpoint, the model type's class for text and other inputs.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the config.
+
+    Returns:
+        A transformers model class, or an Auto class.
+
+    Raises:
+        UserError: If transformers has no class for this model type and task.
+    """
     import transformers
-    from accelerate import init_empty_weights
 
     auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
+    remote = getattr(config, "auto_map", None) if settings.trust_remote_code else None
+    if remote and auto_class.__name__ in remote:
+        return auto_class
+    own = of_transformers.find_class(auto_class, config)
+    if settings.task != "causal-lm":
+        if own is None:
+            raise UserError(_explain_missing_class(config, settings))
+        return auto_class
+    composite = None
+    if settings.name_or_path is not None:
+        remote_class = next((name for name in _COMPOSITE_CLASSES if name in (remote or ())), None)
+        if remote_class is not None:
+            return getattr(transformers, remote_class)
+        composite = None if getattr(config, "is_encoder_decoder", False) else _find_composite_class(config)
+        if composite is not None and composite.__name__ in (config.architectures or ()):
+            return composite
+    if own is not None:
+        return auto_class
+    if composite is None:
+        raise UserError(_explain_missing_class(config, settings))
+    return composite
+
+
+def find_pretrained_class(name: str) -> Any:
+    """Find the class that a run builds to train a pretrained causal language model.
+
+    Args:
+        name: Local folder, or name of a model on the Hub.
+
+    Returns:
+        A transformers model class, or an Auto class.
+    """
+    from transformers import AutoConfig
+
+    from portable.config.sections import ModelConfig
+
+    settings = ModelConfig(name_or_path=name, config=None)
+    return _find_class(AutoConfig.from_pretrained(name), settings)
+
+
+def _find_composite_class(config: PretrainedConfig) -> Any:
+    """Return the class for ``config`` that accepts text and other inputs, or None if there is none."""
+    import transformers
+
+    autos = (getattr(transformers, name, None) for name in _COMPOSITE_CLASSES)
+    classes = (of_transformers.find_class(auto, config) for auto in autos if auto is not None)
+    return next((model_class for model_class in classes if model_class is not None), None)
+
+
+_COMPOSITE_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
+"""Auto classes of models that accept text and other inputs and generate text, in order of preference."""
+
+
+def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> str:
+    """Build the error message for a model type that has no class for the task."""
+    import transformers
+
+    name = (config.architectures or [f"a model of type {config.model_type}"])[0]
+    tasks = [
+        task
+        for task, auto in AUTO_CLASSES.items()
+        if of_transformers.find_class(getattr(transformers, auto), config) is not None
+    ]
+    text = config.get_text_config()
+    if tasks:
+        remedy = f"set model.task to {' or '.join(tasks)}"
+    elif settings.name_or_path is None and text is not config:
+        remedy = (
+            f"set model.config.model_type to {text.model_type}, or set model.name_or_path to a checkpoint"
+        )
+    else:
+        remedy = "choose another model"
+    return f"{settings.key}: transformers cannot build {name} for model.task {settings.task}; {remedy}"
+
+
+def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
+    from accelerate import init_empty_weights
+
+    built_class = _find_class(config, settings)
     saved, config = config, copy.deepcopy(config)
     text = config.get_text_config()
+    if settings.name_or_path is not None and adds_router_loss(config, settings):
+        text.output_router_logits = True  # not in the config that is saved
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
     given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
     if not given and isinstance(vocabulary, int) and isinstance(padding, int) and padding >= vocabulary:
         text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = auto_class.from_config(
-            config,
-            attn_implementation=attention,
-            dtype=torch.float32,
-            trust_remote_code=settings.trust_remote_code,
-        )
+    with init_empty_weights(include_buffers=False), large_tensors_on_meta():
+        if hasattr(built_class, "from_config"):  # an Auto class
+            model: PreTrainedModel = built_class.from_config(
+                config,
+                attn_implementation=attention,
+                dtype=torch.float32,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        else:
+            model = of_transformers.from_config(
+                built_class, config, attn_implementation=attention, dtype=torch.float32
+            )
         if settings.function is not None:
             model = changed(model, settings.function, saved)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:  # created as a parameter, so it has no value
+            if buffer.is_meta:  # created as a parameter, so its values are undefined
                 setattr(module, name, torch.zeros_like(buffer, device="cpu"))
     return model
 
@@ -378,6 +537,11 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
     except UserError:
         raise
     except Exception as error:
+        name = type(model).__name__
+        if isinstance(error, TypeError | ValueError) and type(model) is _find_composite_class(model.config):
+            raise UserError(
+                f"{key}: {name} requires other inputs besides text ({one_line(error)}); choose another model"
+            ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
                 f"{key}: its sizes are inconsistent ({one_line(error)}); check the numbers of heads and "

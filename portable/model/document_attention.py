@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from portable.config.derived import derived
 from portable.data.samples.base import PART_POSITIONS
 from portable.errors import UserError
 from portable.model.layers import trial_forward
@@ -40,35 +41,73 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.backend import Batch
+    from portable.config import RunConfig
 
 
 _COMPARED = """
-afmoe apertus arcee aria_text axk1 axk2 beam bert bert-generation big_bird biogpt bitnet bloom codegen
-cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama
-doge dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
-flint fuyu gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm
-glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
-gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe
-kolibri1 laguna lfm2 llama llama4 llama4_text longcat_flash megatron-bert mellum mimo_v2_flash minicpm3
-minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modernbert-decoder moshi
-moss_transcribe_diarize mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe rembert roc_bert roformer seed_oss smollm3
-solar_open stablelm starcoder2 vaultgemma whisper xglm youtu
+afmoe apertus arcee aria aria_text axk1 axk2 aya_vision beam bert bert-generation big_bird biogpt bitnet
+bloom codegen cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_omni
+ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl deepseek_vl_hybrid diffllama doge dots1
+dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe evolla exaone4 exaone_moe falcon flex_olmo flint
+fuyu gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4
+glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm_moe_dsa glmasr got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo
+gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_speech granite_speech_plus granite_swa granitemoe
+granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax
+hyperclovax_vision_v2 idefics2 idefics3 internlm3 internvl iquestcoder jais2 janus jetmoe kimi_k25
+kolibri1 laguna lfm2 lfm2_vl lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video
+llava_onevision longcat_flash megatron-bert mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl
+minimax_m3_vl_text ministral ministral3 mistral mistral3 mistral4 mixtral mllama modernbert-decoder moshi
+moss_transcribe_diarize mpt muse_glimmer nanochat nemotron olmo olmo2 olmo3 olmoe omniasr opt ovis2
+persimmon phi phi3 phi4_multimodal phimoe pp_chart2table qianfan_ocr qwen2 qwen2_5_omni_thinker qwen2_5_vl
+qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
+rembert roc_bert roformer seed_oss shieldgemma2 smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma
+video_llama_3 video_llava vipllava voxtral whisper xglm youtu
 """
 
 KEEP_DOCUMENTS_APART = frozenset(_COMPARED.split())
 """Model types whose packed documents have the loss and gradients of single ones, as a test compares."""
+
+TEXT_PARTS = frozenset(
+    {
+        "emu3_text_model",
+        "glm4v_moe_text",
+        "glm4v_text",
+        "mllama_text_model",
+        "muse_glimmer_text",
+        "qwen2_5_omni_text",
+        "qwen2_5_vl_text",
+        "qwen2_vl_text",
+        "qwen3_omni_moe_text",
+        "qwen3_vl_moe_text",
+        "qwen3_vl_text",
+    }
+)
+"""Model types of the text configs of composite models in :data:`KEEP_DOCUMENTS_APART`."""
 
 READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
 """Of these, the types whose layers compute with the mask themselves, so that it must be a tensor."""
 
 _MASKED = ("sdpa", "eager", "flex_attention")
 """The kernels that take the masks made here. Others must take lengths, as flash attention does."""
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYERS_THAT_KEEP_DOCUMENTS_APART = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe"}
+)
+"""Layer types of transformers that mix tokens only by masked attention, or do not mix tokens."""
+LAYERS_WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layer types of transformers that carry a state along a sequence."""
+OTHER_LAYERS = frozenset(
+    {
+        "window_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "minimax_m3_sparse",
+        "reference_sliding_attention",
+    }
+)
+"""Layer types of transformers that no test covers yet."""
 
 
 def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
@@ -83,18 +122,79 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
         _masks_of(kernel) is not _masks_of("flash_attention_2") or "flash" not in kernel
     ):
         raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    others = [kind for kind in kinds if kind not in _LAYER_TYPES]
-    if others:
-        why = f"has layers of type {others[0]}, which pass on a state from one text to the next"
-    elif config.model_type not in KEEP_DOCUMENTS_APART:
-        why = "was not found to keep packed texts apart"
-    elif not _is_causal(model):
+    why = explain_mixing(config)
+    if why is None and not _is_causal(model):
         why = "attends in both directions; set is_decoder: true in its config"
-    else:
+    if why is None:
         return
     remedy = "set data.packing to true or false" if key == "data.packing" else "set it to 1"
     raise UserError(f"{key}: {type(model).__name__} {why}; {remedy}")
+
+
+def explain_mixing(config: PretrainedConfig) -> str | None:
+    """Explain why attention in a model might cross the document boundaries of a packed sample.
+
+    Args:
+        config: The transformers config of the model.
+
+    Returns:
+        The reason, as a verb phrase. None if a test has shown that the model type keeps documents apart.
+    """
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    others = [layer for layer in layers if layer not in LAYERS_THAT_KEEP_DOCUMENTS_APART]
+    if stateful := next((layer for layer in others if layer in LAYERS_WITH_STATE), None):
+        return f"has layers of type {stateful}, which carry a state from one text to the next"
+    if others:
+        return f"has layers of type {others[0]}, which were not found to keep packed texts apart"
+    part = config.get_text_config().model_type  # a composite model may have a text config of any type
+    if config.model_type not in KEEP_DOCUMENTS_APART or part not in KEEP_DOCUMENTS_APART | TEXT_PARTS:
+        return "was not found to keep packed texts apart"
+    return None
+
+
+def choose_packing(config: RunConfig) -> RunConfig:
+    """Choose the default of ``data.packing`` for the model.
+
+    The default for conversations is ``documents``. It becomes false if the model might mix the documents of a
+    packed sample. A value that the user has set is not changed.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        The config with the default.
+    """
+    if config.data.packing != "documents" or config.is_set("data.packing"):
+        return config
+    from portable.model.build import model_config
+
+    try:
+        reason = explain_mixing(model_config(config.model))
+    except UserError:  # building the model reports the error
+        return config
+    return config if reason is None else config.replaced({"data.packing": False})
+
+
+def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
+    """List the notes for the user about a default that :func:`choose_packing` has changed.
+
+    Args:
+        config: The config of the run.
+        model: The model.
+
+    Returns:
+        At most one note.
+    """
+    default = derived(config).get("data.packing")  # missing if the user has set the value
+    if config.data.packing is not False or default != "documents":
+        return []
+    reason = explain_mixing(model.config)
+    if reason is None:
+        return []
+    return [
+        f"data.packing is false, because {type(model).__name__} {reason}; set data.packing: true to pack "
+        "texts without separating them"
+    ]
 
 
 def _masks_of(kernel: str) -> Any:
@@ -128,7 +228,8 @@ class DocumentAttention:
     def __init__(self, model: nn.Module) -> None:
         config: Any = model.config
         self._kernel = attention_kernel(config)
-        self._reads_mask = config.model_type in READ_THEIR_MASK
+        types = (config.model_type, config.get_text_config().model_type)
+        self._reads_mask = any(model_type in READ_THEIR_MASK for model_type in types)
         self._model = model
 
     @contextmanager

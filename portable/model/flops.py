@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from portable.model.layers import transformer_layers
 from portable.model.parameters import token_embedding
 from portable.model.quantized import QuantizedLinear
+from portable.model.reach import get_unreached_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,11 +48,18 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     embedding = token_embedding(model)
     head: Any = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    layers = [{id(p) for p in layer.parameters()} for _, layer in transformer_layers(model)]
+    unreached = get_unreached_names(model)  # such as the vision tower, which text does not reach
+    layers = [
+        {id(p) for p in layer.parameters()}
+        for prefix, layer in transformer_layers(model)
+        if not all(f"{prefix}.{name}" in unreached for name, _ in layer.named_parameters())
+    ]
     hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
     share = 1.0 - _idle_share(text)
     passes, flops, reached, stands_for = 1, 0.0, set[int](), _quantized(model)
     for name, parameter in model.named_parameters():
+        if name in unreached:
+            continue
         if parameter.requires_grad:
             passes = 2
         if passes == 2:

@@ -48,19 +48,23 @@ def frozen_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
-def freeze_by_pattern(model: nn.Module, settings: TrainConfig, dtype: torch.dtype) -> None:
+def freeze_by_pattern(
+    model: nn.Module, settings: TrainConfig, dtype: torch.dtype, unreached: Collection[str] = ()
+) -> None:
     """Freeze what ``train.trainable`` and ``train.frozen`` leave out of training.
 
     Args:
         model: on the meta device.
         settings: the section ``train``.
         dtype: in which engines store the frozen parameters.
+        unreached: Names of the parameters that the loss does not depend on. They are frozen as well, unless
+            ``train.trainable`` matches them.
 
     Raises:
         UserError: if a pattern is not a regular expression or matches no parameter, or nothing is trained.
     """
     names = {first: [first, *others] for first, others in tied_names(model).items()}
-    chosen = set(names)
+    chosen = set(names).difference(unreached)
     if settings.trainable is not None:
         found = [matching("train.trainable", pattern, names) for pattern in settings.trainable]
         chosen = set().union(*found)

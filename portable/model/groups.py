@@ -8,6 +8,7 @@ from torch import nn
 
 from portable.errors import require
 from portable.model.parameters import matching
+from portable.model.reach import get_unreached_names
 from portable.optim.optimizers import Group
 from portable.private import of_transformers
 
@@ -75,10 +76,11 @@ def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
         settings.optimizer != "muon" or bool(matrices & trained),
         "train.optimizer: muon is for the matrices of transformer layers, and none is trained; use adamw",
     )
-    made = {}
+    made, unreached = {}, get_unreached_names(model)
     for name in every:
         if name in trained:
-            place, spared = number.get(name, 0), name not in decays
+            # A parameter without a gradient must keep its value, but ZeRO gives it a gradient of zeros.
+            place, spared = number.get(name, 0), name not in decays or name in unreached
             rate, decay = settings.learning_rate, settings.weight_decay
             if place:
                 given = settings.parameter_groups[place - 1]

@@ -39,6 +39,16 @@ if TYPE_CHECKING:
 
 PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}
 _NAMES_SHOWN = 8
+_HUB_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*.txt",
+    "LICENSE*",
+)
 _ROWS_COMPARED = 1024
 
 
@@ -399,6 +409,6 @@ def snapshot(name_or_path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(name_or_path, allow_patterns=[*_HUB_FILES]))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(f"model.name_or_path: {one_line(error)}") from error

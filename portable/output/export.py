@@ -29,7 +29,7 @@ from portable.paths import storage_errors, sync_folder, write_durably
 from portable.terminal import at_a_terminal, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from converters import Checkpoint
@@ -50,6 +50,7 @@ def export(
     like: Checkpoint | None = None,
     beside: Mapping[str, Path] | None = None,
     average: bool = False,
+    publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None = None,
 ) -> None:
     """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``.
 
@@ -61,8 +62,10 @@ def export(
         like: a quantized model, whose layout is written.
         beside: further files to write, by name.
         average: write the average of the weights.
+        publish: Function that converts a checkpoint without an adapter to its published names and returns the
+            model and the names of the tensors that are identical to the base model's.
     """
-    write = partial(_write, checkpoint, adapter, base, like, beside or {}, average)
+    write = partial(_write, checkpoint, adapter, base, like, beside or {}, average, publish)
     try:
         with storage_errors("checkpoint.export"):
             converters.check_manifest(checkpoint)
@@ -90,6 +93,7 @@ def _write(
     like: Checkpoint | None,
     beside: Mapping[str, Path],
     average: bool,
+    publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
     out: Place,
     **options: Any,
 ) -> None:
@@ -102,10 +106,13 @@ def _write(
         converters.write_adapter(adapter, out, **options)
         return
     model = opened
+    untouched: set[str] = set()
     if adapter is not None and base is not None:
         model = converters.merge(adapter, base.with_companions(beside))
+    elif publish is not None:
+        model, untouched = publish(opened)
     if like is not None:
-        model = converters.quantized_like(model, like)
+        model = converters.quantized_like(model, like, untouched=untouched)
     converters.write_safetensors(model, out, **options)
 
 

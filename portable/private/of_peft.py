@@ -47,6 +47,22 @@ def is_magnitude(module: nn.Module) -> bool:
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 
+@_peft.needed_for("adapter")
+def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
+    """Return whether peft raises an error for a target module, as it does for ``out_proj`` in Mamba layers.
+
+    Args:
+        settings: peft's config.
+        model: The model that the adapter is added to.
+        name: Last component of the module's name.
+    """
+    try:
+        peft.tuners.tuners_utils._check_lora_target_modules_mamba(settings, model, name)
+    except ValueError:
+        return True
+    return False
+
+
 @contextmanager
 @_peft.needed_for("a reference model without the adapter")
 def switched_off(model: nn.Module) -> Iterator[None]:

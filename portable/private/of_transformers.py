@@ -153,6 +153,18 @@ def model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     return auto_class._model_mapping[type(config)]
 
 
+def find_class(auto_class: Any, config: PretrainedConfig) -> Any:
+    """Return the class that an Auto class builds for ``config``, or None if it has none."""
+    try:
+        classes = model_class(auto_class, config)
+    except KeyError:
+        return None
+    if isinstance(classes, list | tuple):  # transformers lists several classes for the model type
+        architectures = getattr(config, "architectures", None) or ()
+        return next((entry for entry in classes if entry.__name__ in architectures), classes[0])
+    return classes
+
+
 @_transformers.needed_for("model.config.model_type")
 def model_types() -> list[str]:
     """The names of all model types."""
@@ -249,6 +261,81 @@ def unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> li
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unclaimed.values()))
     model._adjust_missing_and_unexpected_keys(info)
     return [key for key, name in unclaimed.items() if name in info.unexpected_keys]
+
+
+@_transformers.needed_for("checkpoint.export")
+def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """List the rules that transformers applies when it loads a model's published files.
+
+    Rules that exist only for legacy files are not included.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The rules, in the format of ``converters/names/published_names.json``.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return [convert_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)]
+
+
+_RULE_KINDS = {
+    "WeightRenaming": "rename",
+    "WeightConverter": "convert",
+    "PrefixChange": "prefix",
+    "GroupWeightRename": "group",
+    "Inkling2IndexOffsetWeightRename": "shift",
+    "LayerPairCollapse": "pairs",
+}
+_OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
+    "MergeModulelist": lambda op: ["stack", op.dim],
+    "SplitModulelist": lambda op: ["unstack", op.dim],
+    "Concatenate": lambda op: ["cat", op.dim, op.num_shards_attribute],
+    "Chunk": lambda op: ["chunk", op.dim, op.num_shards_attribute],
+    "Split": lambda op: ["split", op.dim],
+    "Transpose": lambda op: ["transpose", op.dim0, op.dim1, op.check_dims],
+    "Interleave": lambda op: ["interleave", op.dim, op.inverse],
+    "PermuteForRope": lambda op: ["rope", op.subconfig_key, op.permute_layer_names, op.inverse],
+    "ErnieFuseAndSplitTextVisionExperts": lambda op: ["fuse_experts", op.stack_dim, op.concat_dim],
+    "ErnieSplitAndDecoupleTextVisionExperts": lambda op: ["part_experts", op.stack_dim, op.concat_dim],
+    "Inkling2LoopMergeMessageQueries": lambda op: ["merge_queries", op.inverse],
+    "Inkling2UnpadVocab": lambda op: ["unpad", op.inverse],
+    "Inkling2LoopDequantizeExperts": lambda op: ["plain_experts"],
+}
+
+
+def convert_rule(transform: Any) -> dict[str, Any]:
+    """Convert one rule of transformers, with both directions, to JSON.
+
+    Args:
+        transform: The rule, an object of ``transformers.core_model_loading``.
+
+    Returns:
+        The rule in the format of ``converters/names/published_names.json``.
+    """
+    rule = {
+        "kind": _RULE_KINDS[type(transform).__name__],
+        "read": _convert_direction(transform),
+        "write": _convert_direction(transform.reverse_transform()),
+    }
+    if transform.scope_prefix is not None:
+        rule |= {"scope": transform.scope_prefix, "base": transform.base_model_prefix}
+    return rule
+
+
+def _convert_direction(transform: Any) -> dict[str, Any]:
+    direction: dict[str, Any] = {
+        "find": transform.compiled_sources.pattern,
+        "sources": list(transform.source_patterns),
+        "targets": list(transform.target_patterns),
+    }
+    if operations := getattr(transform, "operations", None):
+        by_class = [(type(op).__name__, op) for op in operations]
+        direction["ops"] = [_OPERATIONS.get(name, lambda _, name=name: [name])(op) for name, op in by_class]
+    if offset := getattr(transform, "offset", 0):
+        direction["offset"] = offset
+    return direction
 
 
 @_transformers.needed_for("model.name_or_path: a quantized checkpoint")

@@ -53,6 +53,8 @@ def model_card(
     model_type: str,
     data: str,
     metrics: Sequence[Mapping[str, Any]],
+    copied: Sequence[str] = (),
+    missing: Sequence[str] = (),
 ) -> str:
     """The text of the card.
 
@@ -65,11 +67,15 @@ def model_card(
         model_type: transformers' name of its kind.
         data: the data in words.
         metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
+        copied: Names of tensors that were copied from the base model without training.
+        missing: Names of the base model's tensors that the export lacks.
     """
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
     base = Path(name).name if name is not None and local else name
     loader, pipeline = AUTO[config.model.task]
+    if config.model.task == "causal-lm" and architecture.endswith("ForConditionalGeneration"):
+        loader = architecture  # AutoModelForCausalLM maps this type to another class or to none
     kind = None if adapter is None else str(config.adapter.type)
     alone, rows = is_adapter(config), None if adapter is None else adapter.rows
     on_hub = None if local or config.model.from_scratch else name
@@ -95,6 +101,7 @@ def model_card(
             "",
             f"Trained on: {_FOLDER.sub('', data)}.",
             "",
+            *_describe_untrained(copied, missing),
             *_usage(loader, name, rows, alone=alone),
             "```sh",
             *(f"{use}    # {what}" for what, use in commands),
@@ -143,6 +150,18 @@ def _origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, al
     what = "an adapter for it" if alone else "with an adapter merged into it"
     digest = adapter.identity["base"]
     return f"Base model: {base}, {what}." + (f" Fingerprint of its weights: `{digest}`." if digest else "")
+
+
+def _describe_untrained(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """Describe the base model's tensors that transformers does not load, as lines of Markdown."""
+    lines = []
+    if copied:
+        names = ", ".join(f"`{name}`" for name in copied)
+        lines += [f"These tensors were copied from the base model without training: {names}.", ""]
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
+        lines += [f"These tensors of the base model are missing: {names}.", ""]
+    return lines
 
 
 def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> list[str]:

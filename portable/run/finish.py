@@ -14,6 +14,7 @@ from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words, shape_hints
+from portable.model.published import collapse_numbers
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.reporting.card import CARD, model_card, usage
@@ -47,6 +48,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     auto = " (auto)" if prepared.resolved.config.train.micro_batch_size == "auto" else ""
     rows = [
         ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
+        *([("frozen", prepared.frozen)] if prepared.frozen else []),
         ("data", prepared.data.description),
         (
             "ranks",
@@ -174,6 +176,11 @@ def finish(
     if run.complete and prepared.config.checkpoint.export and exported is not None:
         final = place / FINAL
         export_with_card(prepared, folder, exported, final)
+        for note in _build_untrained_notes(*_list_untrained(prepared)):
+            reporter.say(note)
+        if prepared.adapter is None and (skipped := prepared.names.skipped_files):
+            files = ", ".join(f"{name} ({reason})" for name, reason in skipped.items())
+            reporter.say(f"note: these files of the base model were not copied: {files}")
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
     try:
@@ -205,6 +212,37 @@ def finish(
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
+def _list_untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
+    """List the base model's tensors that transformers does not load.
+
+    Args:
+        prepared: The run.
+
+    Returns:
+        Names of the tensors that are copied from the base model, and names of the tensors that the export
+        lacks. Numbers are replaced with ``*``.
+    """
+    if prepared.adapter is not None:
+        return [], []
+    return collapse_numbers(prepared.names.not_loaded), prepared.names.missing
+
+
+def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
+    """Build the notes about the tensors from :func:`_list_untrained`."""
+    notes = []
+    if copied:
+        notes.append(
+            "note: these tensors were copied from the base model without training, because transformers "
+            f"does not load them: {', '.join(copied)}"
+        )
+    if missing:
+        notes.append(
+            f"warning: checkpoint.export: the base model is not available, so {FINAL} lacks tensors that "
+            f"transformers does not load: {', '.join(missing)}"
+        )
+    return notes
+
+
 def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:
     """Write the model of a checkpoint, or its adapter, with a model card.
 
@@ -216,6 +254,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
     """
     adapter, config = prepared.adapter, prepared.config
     last = step_of(checkpoint.name)
+    copied, missing = _list_untrained(prepared)
     rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
     text = model_card(
         config,
@@ -224,6 +263,8 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         model_type=prepared.model_config.model_type,
         data=prepared.data.description,
         metrics=rows,
+        copied=copied,
+        missing=missing,
     )
     with scratch_folder("portable-card") as temporary:
         card = temporary / CARD
@@ -247,4 +288,5 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
             like=like,
             beside=beside,
             average=config.checkpoint.export_ema,
+            publish=prepared.names.publish if adapter is None else None,
         )

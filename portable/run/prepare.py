@@ -14,11 +14,14 @@ from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
-from portable.formatting import human_count
+from portable.formatting import format_short_count, human_count
 from portable.model import build as models
+from portable.model.document_attention import list_packing_notes
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
+from portable.model.published import PublishedNames
+from portable.model.reach import get_unreached_names, summarize_parameters
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
@@ -28,7 +31,7 @@ from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.adapters.assemble import Assembled
     from portable.backend import Backend
@@ -65,6 +68,10 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     best_tracker = judge_of(config, data.evals, metrics)
     assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
+    if adapter is not None and config.checkpoint.export in ("merged", "like_base"):
+        from portable.adapters.merge_check import check_merge
+
+        check_merge(adapter)  # otherwise the run would fail after the last step
     reference = None
     if config.train.loss is not None:
         from portable.run.precompute import add_computed, reference_of
@@ -75,6 +82,9 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     length = total_steps(config, data.train.epoch_samples)
     if (reason := too_long_a_warmup(config.train, length)) is not None:
         raise UserError(reason)
+    published = PublishedNames(config.model, model)
+    if adapter is None and config.checkpoint.export == "like_base":
+        published.check_like_base()  # otherwise the run would fail after the last step
     notes = [*notes_on(resolved, assembled, model_config, data.sizes), *label_notes]
     return Prepared(
         resolved=resolved,
@@ -84,10 +94,12 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         data=data,
         model=model,
         adapter=adapter,
+        names=published,
         grown_from=assembled.grown_from,
         architecture=type(model).__name__,
         parameters=parameter_count(model),
         trained=trained_count(model),
+        frozen="" if adapter is not None else describe_frozen(model),
         flops_per_token=flops_per_token(model, model_config, data.train.context or config.data.seq_len),
         plan=batch_plan(config, backend),
         steps=length,
@@ -98,6 +110,29 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         reference=reference,
         notes=tuple(notes),
     )
+
+
+_PARTS_SHOWN = 4
+
+
+def describe_frozen(model: PreTrainedModel) -> str:
+    """Describe the parameters that are frozen because the loss does not depend on them.
+
+    Args:
+        model: The model on the meta device, where parameters have their full sizes.
+
+    Returns:
+        The text of the run's summary. Empty if there are no such parameters.
+    """
+    unreached = get_unreached_names(model)
+    frozen = {name: p for name, p in model.named_parameters() if name in unreached and not p.requires_grad}
+    if not frozen:
+        return ""
+    parts = summarize_parameters(model, frozen)
+    more = f" and {len(parts) - _PARTS_SHOWN} more" if len(parts) > _PARTS_SHOWN else ""
+    count = format_short_count(sum(p.numel() for p in frozen.values()))
+    share = f"{count} of {format_short_count(parameter_count(model))} parameters are not reached by text"
+    return f"{', '.join(parts[:_PARTS_SHOWN])}{more} ({share})"
 
 
 def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
@@ -191,6 +226,9 @@ def notes_on(
             "note: the base model has random weights, which follow from the seed and are not saved; for an "
             "adapter to use elsewhere, set model.name_or_path"
         )
+    if assembled.adapter is not None:
+        lines += [f"note: {note}" for note in assembled.adapter.notes]
+    lines += [f"note: {note}" for note in list_packing_notes(resolved.config, assembled.model)]
     if resolved.config.train.freezes:
         lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))

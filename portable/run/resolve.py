@@ -14,6 +14,7 @@ from portable.adapters.settings import resolved as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
 from portable.data.sources.opening import recognise_format
+from portable.model.document_attention import choose_packing
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
 from portable.output.output_dir import open_output
 from portable.paths import place_of, storage_errors
@@ -63,6 +64,7 @@ def resolve(
     config = config.replaced(known)
     check(config)
     prepare_code(config)
+    config = choose_packing(config)
     check(config, late=True)
     package.check(config, world)
     check_trackers(config.log.trackers)

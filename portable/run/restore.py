@@ -12,6 +12,7 @@ from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
+from portable.model.reach import get_unreached_names
 from portable.paths import place_of, storage_errors
 from portable.ranks.collectives import agree
 from portable.run.save import ADAPTER, REFERENCE
@@ -109,7 +110,7 @@ def _begin(
 
 def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
     """The engine of the run, in which frozen parameters have room for exactly the values in ``tensors``."""
-    if prepared.config.train.freezes:
+    if prepared.config.train.freezes or (prepared.adapter is None and get_unreached_names(prepared.model)):
         keep_as_stored(prepared.model, tensors, prepared.config.precision)
     return prepared.backend.prepare(prepared.model, prepared.config)
 
@@ -200,6 +201,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 blueprint = _blueprint(prepared)
                 _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
+            prepared.names.resume(checkpoint)
             if prepared.data.streams:
                 try:
                     prepared.data.train.adopt(json.loads(state.metadata.get("streams", "{}")))
@@ -254,7 +256,7 @@ def _initialize(
     if adapter is not None:
         adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
-        for note in pretrained.notes():
+        for note in (*pretrained.notes(), *([] if adapter is not None else prepared.names.build_notes())):
             tell(note)
     if pretrained.missing:
         # A new head, for example: initialize what the checkpoint lacks, then load the rest.

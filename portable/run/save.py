@@ -112,6 +112,7 @@ def write_model_files(prepared: Prepared, folder: Path) -> None:
         config.architectures = [prepared.architecture]
         config.dtype = torch.float32  # of the weights beside it, whatever they were loaded from
         config.save_pretrained(folder)
+        prepared.names.write_record(folder)
     generation = getattr(prepared.model, "generation_config", None)
     if generation is not None:
         try:
@@ -119,3 +120,7 @@ def write_model_files(prepared: Prepared, folder: Path) -> None:
         except ValueError:  # it contradicts itself, as it did where it came from
             generation.to_json_file(folder / "generation_config.json")
     prepared.data.tokenizer.save_pretrained(folder)
+    if prepared.adapter is None:
+        data = prepared.config.data
+        own = data.tokenizer is None and data.chat_template is None and not data.added_tokens
+        prepared.names.write_small_files(folder, tokenizer=own)

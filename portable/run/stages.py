@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from portable.evaluation.best_tracker import BestTracker
     from portable.evaluation.metrics import MetricSet
     from portable.loop import Progress
+    from portable.model.published import PublishedNames
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
     from portable.registry import World
@@ -53,10 +54,12 @@ class Prepared:
         data: tokenizer, samples and their order.
         model: on the meta device until an engine fills it.
         adapter: in ``model``; None if all of it is trained.
+        names: Names and shapes of the tensors of ``model`` in published files.
         grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
         architecture: class of ``model``, before anything wraps it.
         parameters: of ``model``, tied ones counted once.
         trained: how many of them are trained.
+        frozen: Description of the parts that text does not reach. Empty if there are none.
         flops_per_token: forward and backward, as the PaLM paper counts.
         plan: how this rank goes through a global batch.
         steps: length of the schedule.
@@ -75,10 +78,12 @@ class Prepared:
     data: Data
     model: PreTrainedModel
     adapter: Adapter | None
+    names: PublishedNames
     grown_from: int | None
     architecture: str
     parameters: int
     trained: int
+    frozen: str
     flops_per_token: float
     plan: BatchPlan
     steps: int

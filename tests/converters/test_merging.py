@@ -17,7 +17,7 @@ from converters.adapters import patterns
 from converters.adapters.base_changes import INPUTS_FIRST
 from converters.cli import main
 from tests.converters.compare import error_of
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_config, tiny_model
 
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
@@ -91,11 +91,15 @@ VIT = partial(tiny_model, "vit", "AutoModelForImageClassification", image_size=1
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CAUSAL = (
     *("llama", "qwen3", "gpt2", "gemma", "mistral", "phi3", "opt", "falcon", "bloom", "gpt_neox", "mixtral"),
-    *("qwen3_moe", "granitemoe", "gpt_oss"),
+    *("qwen3_moe", "granitemoe", "gpt_oss", "deepseek_v3", "hy_v3", "kimi_linear", "qwen3_5_moe_text"),
 )
 KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     # The adapter has the names of the live model, the base those of the files: they differ for experts.
     **{kind: (partial(tiny_model, kind), lora(target_modules=ANY)) for kind in CAUSAL},
+    "nemotron_h": (
+        partial(tiny_model, "nemotron_h"),
+        lora(target_modules=["in_proj", "q_proj", "o_proj", "shared_experts.up_proj"]),
+    ),
     "dora": (UNTIED, lora(use_dora=True, target_modules=["embed_tokens", "q_proj", "down_proj"])),
     "dora-conv1d": (partial(tiny_model, "gpt2"), lora(use_dora=True, target_modules=["c_attn", "c_proj"])),
     "rslora": (UNTIED, lora(use_rslora=True)),
@@ -145,6 +149,28 @@ def test_every_kind_of_adapter(kind: str, tmp_path: Path) -> None:
     make, config = KINDS[kind]
     pair = Pair(tmp_path, make(), config)
     assert_same(pair.merge("--verify").state_dict(), pair.truth(), pair.load(pair.base).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_text_model_adapter_merges_into_composite_base(kind: str, tmp_path: Path) -> None:
+    """The names in the base have a prefix that transformers removes when it loads only the text model."""
+    settings = tiny_config(kind)
+    settings["vision_config"] |= {"depth": 1}
+    settings.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    trained = peft.get_peft_model(text, lora(target_modules=["q_proj", "in_proj_qkv", "o_proj"])).eval()
+    shake(trained)
+    trained.save_pretrained(tmp_path / "adapter")
+    argv = [str(tmp_path / name) for name in ("adapter", "out")]
+    assert main([*argv, "--merge-into", str(tmp_path / "base"), "--quiet"]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    assert before.keys() == after.keys()
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(tokens).logits, trained(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

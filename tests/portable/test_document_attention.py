@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from portable.backend import Batch
@@ -14,10 +15,18 @@ from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.build import build_model, model_config
-from portable.model.document_attention import KEEP_DOCUMENTS_APART, check_documents
+from portable.model.document_attention import (
+    KEEP_DOCUMENTS_APART,
+    LAYERS_THAT_KEEP_DOCUMENTS_APART,
+    LAYERS_WITH_STATE,
+    OTHER_LAYERS,
+    check_documents,
+    explain_mixing,
+)
 from portable.model.loss import token_loss
 from portable.private.of_transformers import no_value_checks
 from portable.run.batches import eval_batches
+from tests.composite import build_composite_config
 from tests.parity import opened
 from tests.runs import configured
 from tests.tiny_models import tiny_config
@@ -26,7 +35,20 @@ LENGTH, WINDOW = 24, 4
 ROWS = ([9, 5, 7], [13, 8], [24], [1, 2, 14])
 """The lengths of the documents of each sample; the rest is padding. Most are longer than the window."""
 PAD = 3
-USUAL = ["llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_oss", "llama4_text", "opt", "phi"]
+INDEXED = ["deepseek_v32", "glm_moe_dsa"]
+USUAL = [
+    *INDEXED,
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "gpt2",
+    "gpt_oss",
+    "llama4_text",
+    "opt",
+    "phi",
+]
 
 
 def packed() -> tuple[list[torch.Tensor], Batch]:
@@ -56,18 +78,25 @@ def packed() -> tuple[list[torch.Tensor], Batch]:
 def tiny(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
     """A tiny model with windows shorter than the documents, and weights under which every token matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
     for part in (config, config.get_text_config()):
-        if getattr(part, "sliding_window", None):
-            part.sliding_window = WINDOW
+        for name in ("sliding_window", "index_topk"):
+            if getattr(part, name, None):
+                setattr(part, name, WINDOW)
         if hasattr(part, "is_decoder"):
             part.is_decoder = True
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        build = AutoModelForCausalLM.from_config
+    else:
+        config = build_composite_config(model_type)
+        build = getattr(transformers, config.architectures[0])._from_config
     torch.manual_seed(0)
     try:
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        model: Any = build(config, attn_implementation=attention)
     except ValueError:  # the type has no sdpa
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = build(config, attn_implementation="eager")
     model.config.use_cache = False
     with torch.no_grad():
         for parameter in model.parameters():
@@ -117,6 +146,23 @@ def test_equals_single_documents(model_type: str) -> None:
     if model_type == "mistral":  # layers that are computed again run outside of the forward pass's context
         checkpoint_activations(model, "full")
         assert gap(model, batch, documents) < most
+
+
+def test_every_layer_type_of_transformers_is_classified() -> None:
+    """If this test fails, compare packed with single documents, then add the new layer type to a set."""
+    from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
+
+    sets = (LAYERS_THAT_KEEP_DOCUMENTS_APART, LAYERS_WITH_STATE, OTHER_LAYERS)
+    assert set().union(*sets) == set(ALLOWED_ATTN_LAYER_TYPES)
+    assert sum(map(len, sets)) == len(ALLOWED_ATTN_LAYER_TYPES)
+
+
+@pytest.mark.parametrize("model_type", INDEXED)
+def test_layers_with_an_index_keep_documents_apart(model_type: str) -> None:
+    model = tiny(model_type)
+    assert "indexed_attention" in model.config.layer_types and model.config.index_topk == WINDOW
+    assert explain_mixing(model.config) is None
+    check_documents(model)
 
 
 def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,3 +286,55 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     settings = chosen(name_or_path=str(tmp_path))
     with pytest.raises(UserError, match=told):
         pretrained_weights(settings, built(settings))
+
+
+# -- settings of published configs -------------------------------------------------------------------------
+
+
+def test_published_rope_keys_are_accepted(tmp_path: Path) -> None:
+    """transformers 5 stores rope_theta inside rope_parameters; published config.json files do not."""
+    settings = {"model_type": "qwen3_moe", **MOE, "rope_theta": 5e5}
+    config = models.model_config(chosen(config=settings))
+    assert config.rope_parameters["rope_theta"] == 5e5
+    AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
+    changed = models.model_config(chosen(name_or_path=str(tmp_path), config={"rope_theta": 7e5}))
+    assert changed.rope_parameters["rope_theta"] == 7e5
+
+
+def test_rope_key_without_effect_is_rejected() -> None:
+    rope = {
+        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+    }
+    settings = {**tiny_config("gemma3_text"), "rope_parameters": rope, "rope_theta": 5e5}
+    with pytest.raises(UserError, match=r"model\.config\.rope_theta: has no effect on Gemma3TextConfig"):
+        models.model_config(chosen(config=settings))
+
+
+def test_router_loss_of_a_run_is_not_in_the_saved_config(tmp_path: Path) -> None:
+    AutoConfig.for_model("mixtral", **MOE).save_pretrained(tmp_path)
+    settings = chosen(name_or_path=str(tmp_path))
+    config = models.model_config(settings)
+    assert models.build_model(config, settings).config.output_router_logits is True
+    assert config.output_router_logits is False
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+BUILD_LARGE = """
+import resource
+from portable.config import load_config
+from portable.model.build import build_model, model_config
+
+resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+settings = load_config({"model": {"config": {"model_type": "mixtral", "num_hidden_layers": 1}}}).model
+settings.config["num_local_experts"] = 256
+model = build_model(model_config(settings), settings)
+largest = max(model.parameters(), key=lambda parameter: parameter.numel())
+print(4 * largest.numel() >> 30, all(not buffer.is_meta for buffer in model.buffers()))
+"""
+
+
+def test_a_parameter_larger_than_memory_is_built_on_meta() -> None:
+    """The layer's stacked experts take up 112 GiB in fp32, but the process may allocate only 4 GiB."""
+    process = subprocess.run([sys.executable, "-c", BUILD_LARGE], capture_output=True, text=True, check=False)
+    assert process.stdout.split()[-2:] == ["112", "True"], process.stderr[-2000:]

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from portable.engines.compiling import compile_layers
 from portable.engines.experts import zero_missing_gradients
 from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
-from portable.engines.fsdp.units import order_prefetches, units
+from portable.engines.fsdp.units import find_unused_layers, order_prefetches, units
 from portable.engines.machine import COMPUTE_DTYPES, transport
 from portable.errors import UserError
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -202,7 +202,9 @@ def _fully_shard(
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     model.register_forward_hook(_take_output)
-    order_prefetches([m for m in (model, *ordered) if isinstance(m, FSDPModule)], config)
+    unused = [layer for _, layer in find_unused_layers(model)]
+    used = [m for m in (model, *ordered) if not any(m is layer for layer in unused)]
+    order_prefetches([m for m in used if isinstance(m, FSDPModule)], config)
 
 
 def _show_values(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:

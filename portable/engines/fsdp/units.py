@@ -10,6 +10,7 @@ from torch import nn
 
 from portable.errors import UserError
 from portable.model.layers import layers_without_hooks, transformer_layers
+from portable.model.reach import get_unreached_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +37,28 @@ def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     if fsdp.transformer_layer_cls_to_wrap is not None:
         chosen = _of_classes(model, fsdp.transformer_layer_cls_to_wrap)
     else:
-        unhooked = layers_without_hooks(model)  # FSDP gathers in hooks
+        # FSDP gathers parameters in hooks. Layers that text does not reach never run, so they stay sharded.
+        unhooked = layers_without_hooks(model) - {name for name, _ in find_unused_layers(model)}
         chosen = [layer for name, layer in transformer_layers(model) if name not in unhooked]
     everywhere = _uses(model)
     return [module for module in chosen if module is not model and not _shares(module, everywhere)]
+
+
+def find_unused_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Find the layers that text does not reach, such as the layers of a vision tower.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Names and modules of the layers.
+    """
+    unreached = get_unreached_names(model)
+    return [
+        (name, layer)
+        for name, layer in transformer_layers(model)
+        if unreached.issuperset(f"{name}.{parameter}" for parameter, _ in layer.named_parameters())
+    ]
 
 
 def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -1,0 +1,454 @@
+"""Rules by which transformers renames and rearranges tensors when it loads and saves a model.
+
+In many models, the names and shapes of the tensors in memory differ from the published files: for example,
+transformers stacks the experts of a layer into one parameter. `published_names.json` contains the rules of
+transformers as data, so this module does not import a framework; `python -m tests.published_names` generates
+the file. Each rule has two directions: `read` converts from files to memory, and `write` converts from memory
+to files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+_TABLE = Path(__file__).with_name("published_names.json")
+RENAME, CONVERT, PREFIX, GROUP, SHIFT, PAIRS = "rename", "convert", "prefix", "group", "shift", "pairs"
+Operation = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Direction:
+    r"""One direction of a rule.
+
+    Attributes:
+        find: Regular expression that contains a group `g<i>` for each source pattern.
+        sources: Source patterns.
+        targets: Target patterns, in which `\1` is replaced by the first group inside the match.
+        operations: Operations to apply to the tensors, in order. Each operation consists of its name and its
+            arguments.
+        offset: Number to add to the layer number.
+    """
+
+    find: str
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of transformers in both directions.
+
+    Attributes:
+        kind: Kind of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds or
+            removes the first module, `group` applies either all of its renamings or none, `shift` changes a
+            layer number, and `pairs` joins two layers.
+        read: Direction from files to memory.
+        write: Direction from memory to files.
+        scope: Path of the submodule to which the rule applies, or None for the complete model.
+        base: Name of the base model's module, which may be missing at the beginning of `scope`.
+    """
+
+    kind: str
+    read: Direction
+    write: Direction
+    scope: str | None = None
+    base: str = ""
+
+
+@dataclass(frozen=True)
+class NameRules:
+    """The rules of one model.
+
+    Attributes:
+        rules: Rules in the order in which transformers applies them when it loads the model.
+        base: Name of the base model's module, such as `model` or `transformer`. May be empty.
+        config: The model's `config.json`, because some operations depend on it.
+        recorded: Whether the rules were selected by the names in a base checkpoint. Otherwise, they are the
+            defaults of the model type.
+    """
+
+    rules: tuple[Rule, ...]
+    base: str
+    config: Mapping[str, Any]
+    recorded: bool = False
+
+
+def parse_rule(value: Mapping[str, Any]) -> Rule:
+    """Parse a rule from its JSON form."""
+    return Rule(
+        value["kind"],
+        _parse_direction(value["read"]),
+        _parse_direction(value["write"]),
+        value.get("scope"),
+        value.get("base", ""),
+    )
+
+
+def serialize_rule(rule: Rule) -> dict[str, Any]:
+    """Return the JSON form of a rule."""
+    value: dict[str, Any] = {
+        "kind": rule.kind,
+        "read": _serialize_direction(rule.read),
+        "write": _serialize_direction(rule.write),
+    }
+    return value if rule.scope is None else {**value, "scope": rule.scope, "base": rule.base}
+
+
+def _parse_direction(value: Mapping[str, Any]) -> Direction:
+    return Direction(
+        value["find"],
+        tuple(value["sources"]),
+        tuple(value["targets"]),
+        tuple(tuple(tuple(v) if isinstance(v, list) else v for v in step) for step in value.get("ops", ())),
+        value.get("offset", 0),
+    )
+
+
+def _serialize_direction(direction: Direction) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "find": direction.find,
+        "sources": list(direction.sources),
+        "targets": list(direction.targets),
+    }
+    if direction.operations:
+        value["ops"] = [list(step) for step in direction.operations]
+    if direction.offset:
+        value["offset"] = direction.offset
+    return value
+
+
+@dataclass(frozen=True)
+class _Submodel:
+    """A submodule of a model that has its own rules.
+
+    Attributes:
+        path: Path of the submodule, or an empty string for the complete model.
+        key: Key of its rules in the table.
+        config: Keys that lead from the model's config to the submodule's config.
+        model_type: Model type of the submodule's config when the table was generated.
+    """
+
+    path: str
+    key: str
+    config: tuple[str, ...]
+    model_type: str
+
+
+class _RuleTable:
+    """The content of `published_names.json`."""
+
+    def __init__(self) -> None:
+        table = json.loads(_TABLE.read_bytes())
+        self.version: str = table["transformers"]
+        self.rules = tuple(parse_rule(value) for value in table["rules"])
+        self.by_key: dict[str, list[int]] = table["keys"]
+        self.classes: dict[str, dict[str, Any]] = table["classes"]
+        self.types: dict[str, dict[str, Any]] = table["types"]
+        self.bases = {name: about["base"] for about in self.types.values() for name in about["classes"]}
+        self._unscoped = frozenset(self.rules)
+
+    def get_rules(self, key: str) -> list[Rule]:
+        """Return the rules of a model type or class."""
+        return [self.rules[i] for i in self.by_key.get(key, ())]
+
+    def contains_rule(self, rule: Rule) -> bool:
+        """Return whether the table contains a rule, regardless of its scope."""
+        return replace(rule, scope=None, base="") in self._unscoped
+
+
+@cache
+def _load_table() -> _RuleTable:
+    return _RuleTable()
+
+
+def get_architecture(config: Mapping[str, Any]) -> str | None:
+    """Return the first class that a `config.json` names, or None if it does not name a class."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) else None
+
+
+def get_default_rules(config: Mapping[str, Any], architecture: str | None = None) -> NameRules | None:
+    """Return the default rules of a model.
+
+    Args:
+        config: The model's `config.json`.
+        architecture: Class of the model. By default, this is the class that the config names.
+
+    Returns:
+        The rules, or None if transformers does not implement the model type or the class.
+    """
+    model_type = config.get("model_type")
+    table = _load_table()
+    if not isinstance(model_type, str):
+        return None
+    class_name = architecture or get_architecture(config)
+    about = table.classes.get(f"{model_type} {class_name}")
+    if about is None:
+        if class_name is not None:
+            base = table.bases.get(class_name)
+        else:
+            base = table.types.get(model_type, {}).get("base")
+        if base is None:
+            return None
+        parts = [["", model_type, [], model_type]] if model_type in table.by_key else []
+        about = {"base": base, "parts": parts}
+    base = about["base"]
+    rules: list[Rule] = []
+    for path, key, config_keys, submodel_type in about["parts"]:
+        submodel = _Submodel(path, key, tuple(config_keys), submodel_type)
+        scope = path.removeprefix(base).removeprefix(".")
+        for rule in table.get_rules(_resolve_key(submodel, config)):
+            rules.append(replace(rule, scope=scope, base=base) if path else rule)
+    return NameRules(tuple(rules), base, config)
+
+
+def iterate_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
+    """Yield the rules of each class with which transformers may load a model, without duplicates.
+
+    The class that the config names comes first, followed by the other classes of its model type and the
+    classes of its text model.
+    """
+    table = _load_table()
+    seen: set[tuple[Rule, ...]] = set()
+    text_config = config.get("text_config")
+    for candidate in (config, text_config if isinstance(text_config, dict) else {}):
+        model_type = candidate.get("model_type")
+        about = table.types.get(model_type) if isinstance(model_type, str) else None
+        names = [] if about is None else about["classes"]
+        for architecture in (*([None] if candidate is config else []), *names):
+            rules = get_default_rules(candidate, architecture)
+            if rules is not None and rules.rules not in seen:
+                seen.add(rules.rules)
+                yield rules
+
+
+def get_legacy_rules() -> tuple[Rule, ...]:
+    """Return the rules for names in old files, which apply to all model types."""
+    return tuple(_load_table().get_rules("legacy"))
+
+
+def add_legacy_rules(rules: NameRules) -> NameRules:
+    """Return the rules with which transformers reads any file of the model, including the legacy rules."""
+    return replace(rules, rules=(*rules.rules, *get_legacy_rules()))
+
+
+def _resolve_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
+    """Return the key of a submodel's rules, which depends on its model type in the config."""
+    table = _load_table()
+    value: Any = config
+    for name in submodel.config:
+        value = value.get(name) if isinstance(value, dict) else None
+    model_type = value.get("model_type") if isinstance(value, dict) else None
+    if not submodel.config or not isinstance(model_type, str) or model_type == submodel.model_type:
+        return submodel.key
+    about = table.types.get(model_type)
+    model = about.get("model") if about is not None else None
+    return model if isinstance(model, str) and model in table.by_key else model_type
+
+
+def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRules:
+    """Parse the rules that a training run recorded in its checkpoint.
+
+    Args:
+        value: Content of the record.
+        config: The model's `config.json`.
+        source: Path of the record, used in error messages.
+
+    Returns:
+        The recorded rules.
+
+    Raises:
+        CheckpointError: If the record is damaged, or contains a rule that is not in the table.
+    """
+    try:
+        base, values = value["base"], value["rules"]
+        if value["version"] != 1 or not isinstance(base, str) or not isinstance(values, list):
+            raise ValueError
+        rules = tuple(map(parse_rule, values))
+        accepted = [
+            _load_table().contains_rule(rule) and isinstance(rule.scope, str | None) for rule in rules
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(
+            f"{source}: the file is damaged; remove it to write the default names of the model type"
+        ) from None
+    # Accept only the rules of the table, because matching an arbitrary regular expression may never finish.
+    if not all(accepted):
+        pattern = printable(rules[accepted.index(False)].read.find)[:60]
+        raise CheckpointError(
+            f"{source}: contains the rule {pattern!r}, which this version does not support; remove the file "
+            "to write the default names of the model type"
+        )
+    return NameRules(rules, base, config, recorded=True)
+
+
+def build_record(rules: NameRules) -> dict[str, Any]:
+    """Build the record that `parse_record` reads."""
+    return {"version": 1, "base": rules.base, "rules": [serialize_rule(rule) for rule in rules.rules]}
+
+
+@cache
+def _compile(find: str) -> re.Pattern[str]:
+    return re.compile(find)
+
+
+class Renaming:
+    """Applies rules to the names of a checkpoint, in one direction, and records which rules were used.
+
+    Args:
+        rules: Rules in the order in which to apply them.
+        write: Whether to convert from memory to files. Otherwise, names are converted from files to memory.
+    """
+
+    def __init__(self, rules: Iterable[Rule], *, write: bool) -> None:
+        self.rules = list(rules)
+        self.write = write
+        self.used: set[int] = set()
+        self._active: set[int] = set()
+
+    def get_direction(self, index: int) -> Direction:
+        """Return the direction of a rule that is applied."""
+        rule = self.rules[index]
+        return rule.write if self.write else rule.read
+
+    def convert(self, key: str) -> tuple[str, tuple[int, str] | None]:
+        """Apply the first `convert` rule that matches a name.
+
+        Args:
+            key: Name of a tensor.
+
+        Returns:
+            The name in which the first target pattern replaces the match, and the rule's index with the
+            source pattern. If no rule matches, the name is unchanged, and the second value is None.
+        """
+        for index, rule in enumerate(self.rules):
+            if rule.kind == CONVERT:
+                renamed, source = self._apply(index, key)
+                if source is not None:
+                    return renamed, (index, source)
+        return key, None
+
+    def rename(self, key: str) -> str:
+        """Apply all other rules to a name, one after the other."""
+        for index, rule in enumerate(self.rules):
+            if rule.kind != CONVERT:
+                key, _ = self._apply(index, key)
+        return key
+
+    def _apply(self, index: int, key: str) -> tuple[str, str | None]:
+        """Apply one rule.
+
+        Returns:
+            The new name and the source pattern that matched, or the old name and None.
+        """
+        rule, direction = self.rules[index], self.get_direction(index)
+        prefix = ""
+        if rule.scope is not None:
+            scope = f"{rule.scope}." if rule.scope else ""
+            base = f"{rule.base}." if rule.base else ""
+            if key.startswith(base + scope):
+                prefix = base + scope
+            elif key.startswith(scope):
+                prefix = scope
+            else:
+                return key, None
+        rest = key[len(prefix) :]
+        if rule.kind == PAIRS:
+            renamed = rest if self.write else _join_layers(rest)
+            if renamed == rest:
+                return key, None
+            self.used.add(index)
+            return prefix + renamed, direction.sources[0]
+        match = _compile(direction.find).search(rest)
+        if match is None:
+            return key, None
+        group = next(name for name, value in match.groupdict().items() if value is not None)
+        number = int(group[1:])
+        target = direction.targets[0]
+        if rule.kind == GROUP:
+            if number == 0:
+                self._active.add(index)
+            elif index not in self._active:
+                return key, None
+            target = direction.targets[number]
+        self.used.add(index)
+        begin = match.re.groupindex[group]
+        if rule.kind == SHIFT:
+            target = target.replace(r"\1", str(int(match.group(begin + 1)) + direction.offset))
+        else:
+            target = re.sub(r"\\(\d)", lambda digit: match.group(begin + int(digit[1])) or "", target)
+        return prefix + rest.replace(match.group(0), target, 1), direction.sources[number]
+
+
+_LAYER_OF_TWO = re.compile(r"layers\.(\d{1,9})\.(mixer|attn_alpha|mlp_alpha)(?=\.|$)")
+
+
+def _join_layers(key: str) -> str:
+    """Rename an attention block and an MLP block, which some files number as two layers, to one layer."""
+
+    def rename_layer(match: re.Match[str]) -> str:
+        number, module = int(match[1]), match[2]
+        scalars = {"attn_alpha": "lambda_1", "mlp_alpha": "lambda_2"}
+        return f"layers.{number // 2}.{scalars.get(module, ('self_attn', 'mlp')[number % 2])}"
+
+    return _LAYER_OF_TWO.sub(rename_layer, key, count=1)
+
+
+def sort_naturally(names: Iterable[str]) -> list[str]:
+    """Sort names, with the numbers inside them in numeric order."""
+
+    def split_numbers(name: str) -> list[tuple[Any, ...]]:
+        parts: list[tuple[Any, ...]] = []
+        for part in name.split("."):
+            text = part.rstrip("0123456789")
+            if part.isdecimal():
+                parts.append((0, int(part)))
+            elif text != part:
+                parts.append((1, text, int(part[len(text) :])))
+            else:
+                parts.append((1, part))
+        return parts
+
+    return sorted(names, key=split_numbers)
+
+
+def select_used_rules(rules: NameRules, names: Iterable[str]) -> NameRules:
+    """Select the rules that apply to at least one name in a published checkpoint.
+
+    transformers saves a model with the rules that it used to load the model.
+
+    Args:
+        rules: Default rules of the model.
+        names: Names of the tensors in the published checkpoint.
+
+    Returns:
+        The selected rules, including legacy rules.
+    """
+    candidates = add_legacy_rules(rules)
+    renaming = Renaming(candidates.rules, write=False)
+    for name in sort_naturally(names):
+        renaming.convert(renaming.rename(name))
+    used = [rule for index, rule in enumerate(candidates.rules) if index in renaming.used]
+    return replace(candidates, rules=tuple(used), recorded=True)
+
+
+def reverse_rules(rules: NameRules) -> Sequence[Rule]:
+    """Return the rules for writing, in the order in which to apply them.
+
+    Default `prefix` rules are omitted, because only some published files need them.
+    """
+    used = rules.rules if rules.recorded else [rule for rule in rules.rules if rule.kind != PREFIX]
+    return list(reversed(used))

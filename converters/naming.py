@@ -1,0 +1,282 @@
+"""Checkpoints with published tensor names, or with the names that transformers uses in memory.
+
+    published = rename_to_published(open_checkpoint("run/checkpoints/step-000100"))
+
+The tensors, the optimizer state, and the names of tied tensors are converted. Renaming does not read any
+tensor data.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import OptimizerState
+from converters.config_and_tokenizer_files import find_beside
+from converters.containers.shard_index import INDEX, SINGLE
+from converters.errors import OptimizerStateError, blame
+from converters.formats.safetensors import read_file
+from converters.names.name_rules import (
+    NameRules,
+    Renaming,
+    get_default_rules,
+    parse_record,
+    reverse_rules,
+    select_used_rules,
+)
+from converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from converters.storage.folder import Folder
+from converters.storage.safe_open import read_small_table
+from converters.tensors.arranged import ZEROS, arrange
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from converters.checkpoint import Aliases, Checkpoint, ParamGroups, Scalar
+    from converters.storage.path_or_url import Place
+    from converters.tensors.arranged import Arrangement
+    from converters.tensors.tensor import Shape
+
+RECORD = "published_names.json"
+"""Name of the file in which a training run records the name rules of its base checkpoint."""
+
+
+def find_name_rules(checkpoint: Checkpoint, base: Iterable[str] | None = None) -> NameRules | None:
+    """Find the name rules of a checkpoint.
+
+    Args:
+        checkpoint: Checkpoint with a `config.json`. If a training run recorded the rules of its base
+            checkpoint in the same folder, these rules are returned.
+        base: Names of the tensors in the published files from which the model was loaded, if they are known.
+            The names in old files may differ from the default names of the model type.
+
+    Returns:
+        The rules, or None if transformers does not implement the model type or the class.
+
+    Raises:
+        CheckpointError: If the record of the training run is damaged.
+    """
+    if base is None and (record := read_recorded_rules(checkpoint)) is not None:
+        return record[0]
+    rules = get_default_rules(_read_config(checkpoint))
+    return rules if rules is None or base is None else select_used_rules(rules, base)
+
+
+def read_recorded_rules(checkpoint: Checkpoint) -> tuple[NameRules, list[str]] | None:
+    """Read the name rules that a training run recorded in its checkpoint.
+
+    Args:
+        checkpoint: Checkpoint of any format.
+
+    Returns:
+        The rules, and the names of the base checkpoint's tensors that were not loaded. None if the checkpoint
+        does not contain a record.
+
+    Raises:
+        CheckpointError: If the record is damaged.
+    """
+    record = find_beside(checkpoint.root, RECORD)
+    if record is None:
+        return None
+    table = read_small_table(record)
+    not_loaded = table.get("not_loaded")
+    names = [name for name in not_loaded if isinstance(name, str)] if isinstance(not_loaded, list) else []
+    return parse_record(table, _read_config(checkpoint), str(record)), names
+
+
+def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+
+
+def read_published_names(config: Place) -> list[str] | None:
+    """Read the tensor names of the published model that a `config.json` belongs to.
+
+    Args:
+        config: Path of the `config.json`.
+
+    Returns:
+        The tensor names, or None if the folder does not contain safetensors weights.
+    """
+    folder = config.parent
+    table = read_small_table(folder / INDEX).get("weight_map")
+    if isinstance(table, dict):
+        return list(table)
+    if not (folder / SINGLE).is_file():
+        return None
+    return list(read_file(Folder(folder).file(SINGLE))[0])
+
+
+def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) -> Checkpoint:
+    """Convert a checkpoint to the tensor names and shapes of published files.
+
+    Args:
+        checkpoint: Checkpoint of any format.
+        rules: Name rules of the model. By default, these are the result of `find_name_rules`.
+
+    Returns:
+        A new `Checkpoint`. If the checkpoint already has published names, or if its model type is unknown,
+        `checkpoint` is returned unchanged.
+
+    Raises:
+        CheckpointError: If a tensor cannot be rearranged.
+    """
+    if checkpoint.names != "stored":
+        return checkpoint
+    rules = find_name_rules(checkpoint) if rules is None else rules
+    if rules is None or not are_live(checkpoint.tensors, rules):
+        return checkpoint
+    with blame(checkpoint.root):
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        arrangements = arrange_for_files(shapes, rules)
+    renaming = Renaming(reverse_rules(rules), write=True)
+    return _rename(
+        checkpoint, arrangements, lambda name: renaming.rename(renaming.convert(name)[0]), "published"
+    )
+
+
+def rename_to_live(
+    checkpoint: Checkpoint, rules: NameRules | None = None, live: Mapping[str, Shape] | None = None
+) -> Checkpoint:
+    """Convert a checkpoint to the tensor names and shapes that transformers uses in memory.
+
+    Args:
+        checkpoint: Checkpoint of any format.
+        rules: Name rules of the model. By default, these are the result of `find_name_rules`.
+        live: Shapes of the model's tensors in memory, if they are known.
+
+    Returns:
+        A new `Checkpoint`. If the checkpoint already has names in memory, or if its model type is unknown,
+        `checkpoint` is returned unchanged.
+
+    Raises:
+        CheckpointError: If a tensor cannot be rearranged.
+    """
+    if checkpoint.names == "live":
+        return checkpoint
+    rules = find_name_rules(checkpoint) if rules is None else rules
+    if rules is None or are_live(checkpoint.tensors, rules):
+        return checkpoint
+    with blame(checkpoint.root):
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        arrangements = arrange_for_memory(shapes, rules, live)
+    renaming = Renaming(rules.rules, write=False)
+    return _rename(checkpoint, arrangements, lambda name: renaming.convert(renaming.rename(name))[0], "live")
+
+
+def _rename(
+    checkpoint: Checkpoint,
+    arrangements: Mapping[str, Arrangement],
+    rename_alias: Callable[[str], str],
+    names: str,
+) -> Checkpoint:
+    """Build the checkpoint with new names.
+
+    Args:
+        checkpoint: Checkpoint with the old names.
+        arrangements: Arrangement of each new tensor, keyed by the new name.
+        rename_alias: Function that returns the new name of a tied tensor.
+        names: Kind of the new names, `"published"` or `"live"`.
+
+    Returns:
+        A new `Checkpoint`.
+    """
+    tensors = checkpoint.tensors
+    with blame(checkpoint.root):
+        arranged = {name: arrange(name, values, tensors) for name, values in arrangements.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    new_names = {
+        values.find_identical_source(shapes.__getitem__) or "": name
+        for name, values in arrangements.items()
+        if len(values.tiles) == 1
+    }
+    aliases = {
+        rename_alias(name): new_names[owner]
+        for name, owner in checkpoint.aliases.items()
+        if owner in new_names
+    }
+
+    def load_optimizer(_: Aliases) -> OptimizerState | None:
+        state = checkpoint.optimizer
+        return None if state is None else _rearrange_optimizer(state, arrangements, tensors)
+
+    return checkpoint.with_names(names, arranged, aliases, load_optimizer)
+
+
+def _rearrange_optimizer(
+    optimizer: OptimizerState, arrangements: Mapping[str, Arrangement], tensors: Mapping[str, Tensor]
+) -> OptimizerState:
+    """Rearrange the optimizer state in the same way as the parameters."""
+    new_names: dict[str, list[str]] = {}
+    state: dict[str, Mapping[str, Tensor | Scalar]] = {}
+    for name, values in arrangements.items():
+        sources = values.list_sources()
+        for source in sources:
+            new_names.setdefault(source, []).append(name)
+        states = {source: optimizer.state[source] for source in sources if source in optimizer.state}
+        if not states:
+            continue
+        if len(states) != len(sources):
+            missing = next(source for source in sources if source not in states)
+            raise OptimizerStateError(
+                f"{name}: consists of several parameters, but {missing} has no optimizer state; use --names "
+                "live to keep the names in memory"
+            )
+        keys = next(iter(states.values()))
+        state[name] = {key: _rearrange_state(f"{name}.{key}", key, values, states, tensors) for key in keys}
+
+    def load_param_groups() -> ParamGroups:
+        return [
+            {
+                **group,
+                "params": [
+                    *dict.fromkeys(
+                        name for param in group.get("params", ()) for name in new_names.get(param, [param])
+                    )
+                ],
+            }
+            for group in optimizer.param_groups
+        ]
+
+    return OptimizerState(state, load_param_groups)
+
+
+def _rearrange_state(
+    name: str,
+    key: str,
+    values: Arrangement,
+    states: Mapping[str, Mapping[str, Tensor | Scalar]],
+    tensors: Mapping[str, Tensor],
+) -> Tensor | Scalar:
+    """Rearrange one optimizer state of a parameter.
+
+    Args:
+        name: Name of the new state, used in error messages.
+        key: Key of the state, such as `exp_avg`.
+        values: Arrangement of the parameter.
+        states: Optimizer states of the parameter's sources, keyed by source and then by state.
+        tensors: Parameters under their old names.
+
+    Returns:
+        The rearranged state. If the state is a scalar, or if the parameter is only renamed, it is returned
+        unchanged.
+
+    Raises:
+        OptimizerStateError: If the state does not have the shape of its parameter.
+    """
+    parts: dict[str, Any] = {source: source_states.get(key) for source, source_states in states.items()}
+    source, first = next(iter(parts.items()))
+    same_shape = all(
+        isinstance(part, Tensor) and part.shape == tensors[source].shape for source, part in parts.items()
+    )
+    if same_shape and all(tile.source != ZEROS for tile in values.tiles):
+        return arrange(name, values, parts)
+    is_renamed = (
+        len(values.tiles) == 1 and values.find_identical_source(lambda name: tensors[name].shape) == source
+    )
+    is_scalar = not isinstance(first, Tensor) or first.numel == 1
+    if first is None or not (is_renamed or is_scalar):
+        raise OptimizerStateError(
+            f"{name}: this optimizer state cannot be rearranged, because it does not have the shape of its "
+            "parameter; use --names live to keep the names in memory"
+        )
+    return first  # type: ignore[no-any-return]

@@ -1,0 +1,52 @@
+"""Check that an adapter can be merged into its base model, before the run trains it."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from converters import Checkpoint, CheckpointError, Tensor, find_adapter
+from converters.adapters.merging import check_base
+from converters.storage.bytes import Memory
+from portable.errors import UserError
+from portable.temporary_folder import scratch_folder
+
+if TYPE_CHECKING:
+    from portable.adapters.adapter import Adapter
+
+
+def check_merge(adapter: Adapter) -> None:
+    """Check that every tensor that the adapter changes is in the base model's files and can be changed.
+
+    The check uses only names and shapes.
+
+    Args:
+        adapter: The adapter.
+
+    Raises:
+        UserError: If the base model lacks a parameter, or stores it in a format that cannot be changed.
+    """
+    if adapter.base is None:
+        return
+    with scratch_folder("portable-adapter") as folder:
+        adapter.write_config(folder)
+        tensors = {
+            name: Tensor.contiguous(name, "F32", shape, _Unread(4 * prod(shape)))
+            for name, shape in adapter.file_shapes.items()
+        }
+        try:
+            opened = find_adapter(Checkpoint(format="adapter", root=folder, tensors=tensors, ties=False))
+            if opened is not None:
+                check_base(opened, adapter.base)
+        except CheckpointError as error:
+            # Hide the temporary folder, because the user has not exported the adapter yet.
+            reason = str(error).replace(str(folder), "the adapter")
+            raise UserError(f"checkpoint.export: {reason}") from error
+
+
+class _Unread(Memory):
+    """Placeholder for the bytes of a tensor of which only the shape is used."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(b"")
+        self.nbytes = nbytes

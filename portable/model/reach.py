@@ -1,0 +1,205 @@
+"""Find the parameters that the training loss does not depend on.
+
+Examples are the vision tower of a multimodal model that is trained on text, an indexer that only selects
+positions, and a head that the task does not use. These parameters never receive a gradient. They are frozen,
+because an optimizer with flat state, such as DeepSpeed's, would otherwise apply weight decay to them.
+
+The parameters are found from the autograd graph of a trial on the meta device rather than from the gradients
+of a batch, because experts that no token was routed to are also part of the graph. The result depends only on
+the model and the task, so it is identical on all ranks, in resumed runs, and on every engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.model.layers import layer_kinds, one_layer_per_kind, transformer_layers
+from portable.model.loss import without_dropout
+from portable.model.model_terms import ModelTerms
+from portable.private import of_transformers
+from portable.private.of_transformers import no_value_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+_SHORT, _LONG, _LONGEST = 2, 512, 8192
+"""Tokens of the first trial, and the limits for the second trial, which uses the run's sequence length."""
+_UNREACHED = "unreached_parameters"
+
+
+def get_unreached_names(model: nn.Module) -> frozenset[str]:
+    """Return the parameter names that :func:`mark_unreached` recorded on a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The names. Empty if none were recorded.
+    """
+    names: frozenset[str] = vars(model).get(_UNREACHED, frozenset())
+    return names
+
+
+def mark_unreached(model: nn.Module, names: frozenset[str]) -> None:
+    """Record on ``model`` which of its parameters never receive a gradient.
+
+    Args:
+        model: The model.
+        names: First names of the parameters.
+    """
+    setattr(model, _UNREACHED, names)
+
+
+def find_unreached(
+    model: PreTrainedModel, *, seq_len: int = _LONG, whole_output: bool = False
+) -> frozenset[str]:
+    """Find the parameters that the loss does not depend on.
+
+    A first trial runs the complete model on two tokens. If it leaves parameters unreached, a second trial
+    runs one layer of each kind on a long sequence, because some models skip modules on short sequences.
+
+    Args:
+        model: The model on the meta device, without an adapter. It is not modified.
+        seq_len: Sequence length of the run, in tokens.
+        whole_output: Whether the loss may depend on every model output instead of only the logits.
+
+    Returns:
+        First names of the parameters. Empty if the graph cannot be built on the meta device, for example
+        because control flow depends on tensor values.
+    """
+    try:
+        full = _trace_reached(copy.deepcopy(model), _SHORT, whole_output=whole_output)
+        unreached = {name for name, _ in model.named_parameters()} - full
+        if not unreached:
+            return frozenset()
+        length = max(_LONG, min(seq_len, _LONGEST))
+        bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(bound, int) and bound > 0:
+            length = min(length, max(bound // 2, min(seq_len, bound)))
+        reached = _trace_reached(one_layer_per_kind(model), length, whole_output=whole_output)
+    except Exception:  # a model that reads tensor values on the meta device may raise any exception
+        return frozenset()
+    return frozenset(unreached - _map_to_full_model(model, reached))
+
+
+def _trace_reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
+    """Run a forward and a backward pass and return the names of the parameters that receive a gradient.
+
+    Args:
+        trial: The model, which is modified.
+        length: Number of tokens.
+        whole_output: Whether the loss may depend on every model output.
+    """
+    trial.to("meta").to(torch.bfloat16)  # every kernel supports bfloat16, but not every kernel supports fp32
+    trial.requires_grad_(True).train()
+    without_dropout(trial)  # layer dropout would skip layers at random
+    _use_traceable_kernels(trial)
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens}
+    if trial.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    terms = ModelTerms(trial)
+    with torch.enable_grad(), no_value_checks(), terms.requested(tokens) as more:
+        output = trial(**inputs, **more)
+        tensors = [output.logits, *(_iterate_tensors(output) if whole_output else ())]
+        total = torch.zeros((), device="meta")
+        for tensor in tensors:
+            if tensor.requires_grad:
+                total = total + tensor.float().sum()
+        loss = terms.added(total, output, share=1.0)
+    try:
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+    except NotImplementedError:  # the backward pass of boolean indexing is not implemented on the meta device
+        leaves = _find_leaves(loss)
+        return {name for name, parameter in trial.named_parameters() if id(parameter) in leaves}
+    return {name for name, parameter in trial.named_parameters() if parameter.grad is not None}
+
+
+def _find_leaves(loss: Tensor) -> set[int]:
+    """Return the ids of the leaf tensors in the autograd graph of ``loss``."""
+    nodes, seen, leaves = [loss.grad_fn], set(), set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _use_traceable_kernels(trial: Any) -> None:
+    """Replace attention and expert kernels that do not run on the meta device.
+
+    A resumed run may select other kernels, so the choice must not affect which parameters are frozen.
+    """
+    if of_transformers.attention_kernel(trial.config) not in ("sdpa", "eager"):
+        trial.set_attn_implementation("sdpa")
+    if "eager" in trial.get_experts_implementation().values():
+        with suppress(Exception):  # raised by models that do not stack their experts in one tensor
+            trial.set_experts_implementation("grouped_mm")
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in a nested model output."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _iterate_tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _iterate_tensors(entry)
+
+
+def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
+    """Map parameter names of :func:`one_layer_per_kind` to the names in ``model``."""
+    kinds = list(layer_kinds(model).values())
+    position = {name: number for number, (name, _) in enumerate(transformer_layers(model))}
+    counts: dict[str, int] = defaultdict(int)
+    prefixes: dict[str, list[str]] = {}
+    for layers in sorted(kinds, key=lambda layers: position[layers[0]]):
+        parent = layers[0].rpartition(".")[0]
+        prefixes[f"{parent}.{counts[parent]}"] = layers
+        counts[parent] += 1
+    full_names = set()
+    for name in names:
+        prefix = next((p for p in prefixes if name.startswith(f"{p}.")), None)
+        if prefix is None:
+            full_names.add(name)
+        else:
+            full_names.update(layer + name.removeprefix(prefix) for layer in prefixes[prefix])
+    return full_names
+
+
+def summarize_parameters(model: PreTrainedModel, names: Collection[str], *, full: bool = False) -> list[str]:
+    """Summarize parameters by the outermost modules that contain only these parameters.
+
+    Args:
+        model: The model.
+        names: First names of the parameters.
+        full: Whether to keep the prefix of the base model.
+
+    Returns:
+        Names of the modules or parameters. Repeated layers appear once, with ``*`` as the layer number.
+    """
+    others = {name for name, _ in model.named_parameters()} - set(names)
+    parts: dict[str, None] = {}
+    for name in names:
+        pieces = name.split(".")
+        heads = (".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1))
+        head = next(h for h in heads if h == name or not any(o.startswith(f"{h}.") for o in others))
+        head = head if full else head.removeprefix(f"{model.base_model_prefix}.")
+        parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", head)] = None
+    return list(parts)

@@ -1,0 +1,251 @@
+"""Converted checkpoints have the names, shapes and values of transformers' ``save_pretrained``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from converters import open_checkpoint, write_safetensors
+from converters.cli import main
+from converters.errors import CheckpointError
+from converters.names.name_rules import get_default_rules
+from converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from converters.storage.bytes import Memory
+from converters.tensors.arranged import arrange
+from converters.tensors.tensor import Box, Tensor, View, row_major
+from tests import published_names
+from tests.converters.compare import error_of
+from tests.tiny_models import tiny_config, tiny_model
+
+transformers: Any = pytest.importorskip("transformers")
+
+# One model type for each kind of conversion.
+SOME = [
+    "deepseek_v3",  # stacked experts
+    "gpt_neox",  # a rule that only applies to one class
+    "hy_v3",  # renamed shared experts
+    "kimi_linear",  # convolutions that are concatenated in memory
+    "lara_mini",  # projections that are split into unequal parts
+    "mixtral",  # other expert names
+    "nemotron_h",  # another prefix and experts without gates
+    "qwen3_5_moe_text",  # a prefix that only some files use
+]
+CANNOT_BE_SMALL = ("dots3_note", "musicgen", "musicgen_melody", "qwen4_exp_text")
+COMPOSITE = [("gemma3", "AutoModelForImageTextToText"), ("qwen3_vl_moe", "AutoModelForImageTextToText")]
+
+
+def list_all_types() -> list[str]:
+    """Return the causal model types whose names or tensors are converted."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    table = json.loads(published_names.FILE.read_bytes())
+    changed = {name.split()[0] for name in table["classes"]} | table["keys"].keys()
+    # transformers saves dory with other names than it loads.
+    excluded = {*SOME, *CANNOT_BE_SMALL, "dory"}
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in changed - excluded]
+
+
+def split_among_ranks(name: str, tensor: torch.Tensor) -> Tensor:
+    """Return a tensor that is split along its first dimension, as three ranks would save it."""
+    tensor = tensor.detach().contiguous()
+    values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    kinds = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
+    strides, shape = row_major(tensor.shape, tensor.element_size()), tuple(tensor.shape)
+    if not shape or shape[0] < 3:
+        return Tensor.contiguous(name, kinds[tensor.dtype], shape, Memory(values))
+    boxes, low = [], 0
+    for size in (1, 1, shape[0] - 2):
+        data = values[low * strides[0] : (low + size) * strides[0]]
+        boxes.append(Box((low, *(0 for _ in shape[1:])), (size, *shape[1:]), View(Memory(data), 0, strides)))
+        low += size
+    return Tensor(name, kinds[tensor.dtype], shape, boxes)
+
+
+def check_like_transformers(model: Any) -> None:
+    """Compare both directions with the conversion of the state dict by transformers."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {
+        name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in model.state_dict().items()
+    }
+    wanted = revert_weight_conversion(model, dict(state))
+    rules = get_default_rules({**model.config.to_dict(), "architectures": [type(model).__name__]})
+    assert rules is not None
+    live, files = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (state, wanted))
+    stored = {name: split_among_ranks(name, tensor) for name, tensor in state.items()}
+    written = {name: arrange(name, values, stored) for name, values in arrange_for_files(live, rules).items()}
+    assert written.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert np.array_equal(written[name].read(), tensor.numpy()), name
+    assert are_live(live, rules) == (live != files)
+    assert not are_live(files, rules)
+    stored = {name: split_among_ranks(name, tensor) for name, tensor in wanted.items()}
+    loaded = {
+        name: arrange(name, values, stored) for name, values in arrange_for_memory(files, rules, live).items()
+    }
+    assert loaded.keys() == state.keys()
+    for name, tensor in state.items():
+        assert np.array_equal(loaded[name].read(), tensor.numpy()), name
+
+
+@pytest.mark.parametrize(
+    "model_type", [*SOME, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list_all_types())]
+)
+def test_names_and_values_match_save_pretrained(model_type: str) -> None:
+    check_like_transformers(tiny_model(model_type))
+
+
+@pytest.mark.parametrize(("model_type", "head"), COMPOSITE)
+def test_composite_models_match_save_pretrained(model_type: str, head: str) -> None:
+    settings = tiny_config(model_type)
+    settings["vision_config"] |= {"depth": 1, "num_hidden_layers": 1, "deepstack_visual_indexes": [0]}
+    settings.pop("model_type")
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    with torch.device("meta"):
+        model = getattr(transformers, head).from_config(config)
+    check_like_transformers(model.to_empty(device="cpu"))
+
+
+def test_rules_match_transformers() -> None:
+    from transformers import conversion_mapping
+
+    table = json.loads(published_names.FILE.read_bytes())
+    rules: list[dict[str, Any]] = []
+    keys = {
+        key: published_names.number_rules(transforms, rules, {})
+        for key, transforms in conversion_mapping._build_checkpoint_conversion_mapping().items()
+    }
+    wanted = {key: [rules[i] for i in numbers] for key, numbers in keys.items()}
+    stored = {key: [table["rules"][i] for i in numbers] for key, numbers in table["keys"].items()}
+    assert stored == json.loads(json.dumps(wanted)), "run python -m tests.published_names"
+    for name in ("gemma3 Gemma3ForConditionalGeneration", "gpt_neox GPTNeoXForCausalLM"):
+        model_type, named = name.split()
+        assert table["classes"][name]["parts"] == published_names.find_submodels(
+            getattr(transformers, named), model_type
+        )
+
+
+@pytest.mark.exhaustive
+def test_all_parts_of_models_match_transformers() -> None:
+    assert json.loads(json.dumps(published_names.build_table())) == json.loads(
+        published_names.FILE.read_bytes()
+    )
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a DCP checkpoint with optimizer state, and with the output of ``save_pretrained``."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    model = tiny_model("mixtral", tie_word_embeddings=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    state, moments = get_state_dict(model, optimizer)
+    dcp_save({"model": state, "optimizer": moments}, checkpoint_id=folder / "dcp")
+    model.config.save_pretrained(folder / "dcp")
+    model.save_pretrained(folder / "pretrained")
+    torch.save(moments, folder / "moments.pt")
+    return folder
+
+
+def test_dcp_checkpoint_gets_published_names(mixtral: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main([str(mixtral / "dcp"), str(out), "--optimizer", "--verify", "--quiet"]) == 0
+    converted, wanted = (load_file(folder / "model.safetensors") for folder in (out, mixtral / "pretrained"))
+    assert converted.keys() == wanted.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in wanted.items())
+    moments = torch.load(mixtral / "moments.pt", weights_only=True)["state"]
+    written = load_file(out / "optimizer.safetensors")
+    stacked = moments["model.layers.1.mlp.experts.gate_up_proj"]["exp_avg_sq"]
+    half = stacked.shape[1] // 2
+    name = "model.layers.1.block_sparse_moe.experts.2.{}.weight"
+    assert torch.equal(written[name.format("w1") + ".exp_avg_sq"], stacked[2, :half])
+    assert torch.equal(written[name.format("w3") + ".exp_avg_sq"], stacked[2, half:])
+    assert float(written[name.format("w3") + ".step"]) == 1
+    (group,) = json.loads((out / "optimizer.json").read_text())["param_groups"]
+    assert set(group["params"]) == wanted.keys()
+
+
+def test_names_live_keeps_or_restores_names_in_memory(mixtral: Path, tmp_path: Path) -> None:
+    live = {name: tensor.read() for name, tensor in open_checkpoint(mixtral / "dcp").tensors.items()}
+    for source in ("dcp", "pretrained"):
+        out = tmp_path / source
+        assert main([str(mixtral / source), str(out), "--names", "live", "--quiet"]) == 0
+        converted = load_file(out / "model.safetensors")
+        assert converted.keys() == live.keys()
+        assert all(np.array_equal(converted[name].numpy(), values) for name, values in live.items())
+    write_safetensors(open_checkpoint(mixtral / "dcp"), tmp_path / "api")
+    assert load_file(tmp_path / "api" / "model.safetensors").keys() != live.keys()
+    write_safetensors(open_checkpoint(mixtral / "dcp"), tmp_path / "stored", names="stored")
+    assert load_file(tmp_path / "stored" / "model.safetensors").keys() == live.keys()
+
+
+def test_diff_compares_both_kinds_of_names(mixtral: Path, tmp_path: Path) -> None:
+    assert main(["diff", str(mixtral / "dcp"), str(mixtral / "pretrained")]) == 0
+    (tmp_path / "dcp").mkdir()
+    for path in (mixtral / "dcp").iterdir():
+        if path.name != "config.json":  # The other checkpoint has the config.
+            (tmp_path / "dcp" / path.name).write_bytes(path.read_bytes())
+    assert main(["diff", str(mixtral / "pretrained"), str(tmp_path / "dcp")]) == 0
+
+
+def test_published_names_are_kept(mixtral: Path, tmp_path: Path) -> None:
+    assert main([str(mixtral / "pretrained"), str(tmp_path / "out"), "--quiet"]) == 0
+    before, after = (
+        (folder / "model.safetensors").read_bytes() for folder in (mixtral / "pretrained", tmp_path / "out")
+    )
+    assert len(before) == len(after)
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+        == load_file(mixtral / "pretrained" / "model.safetensors").keys()
+    )
+
+
+def test_config_from_keeps_old_names(tmp_path: Path) -> None:
+    """The files in the folder of the config use the parameter names of an older release."""
+    model = tiny_model("bert", "AutoModelForMaskedLM")
+    model.save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(old, path, {"format": "pt"})
+    dcp_save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "dcp")
+    argv = [str(tmp_path / "dcp"), str(tmp_path / "out"), "--config-from", str(tmp_path / "base"), "--quiet"]
+    assert main(argv) == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == old.keys()
+
+
+def test_stack_of_too_many_experts_is_an_error() -> None:
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    rules = get_default_rules(config)
+    assert rules is not None
+    with pytest.raises(CheckpointError, match="experts, but at most"):
+        arrange_for_files({"model.layers.0.mlp.experts.down_proj": (1 << 30, 1, 1)}, rules)
+
+
+def test_error_names_optimizer_state_of_another_shape(
+    mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = torch.load(mixtral / "moments.pt", weights_only=True)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    optimizer["state"][name]["exp_avg"] = torch.zeros(3)
+    state = {
+        key: torch.from_numpy(value.read().copy())
+        for key, value in open_checkpoint(mixtral / "dcp").tensors.items()
+    }
+    dcp_save({"model": state, "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp" / "config.json").write_text((mixtral / "dcp" / "config.json").read_text())
+    line = error_of(capsys, tmp_path / "dcp", tmp_path / "out", "--optimizer")
+    assert "exp_avg" in line and "--names live" in line
