@@ -358,6 +358,7 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
         if remote and (found := next((name for name in _COMPOSITE_CLASSES if name in remote), None)):
             return getattr(transformers, found)
         composite = None if getattr(config, "is_encoder_decoder", False) else _composite_class(config)
+        of_transformers.mend_llama4()
         if composite is not None and composite.__name__ in (config.architectures or ()):
             return composite
     if own is not None:
