@@ -1,4 +1,4 @@
-"""Every text model of transformers beside transformers itself: ``python -m tests.architectures [TYPE ...]``.
+"""Compare every model of transformers that takes text with transformers: ``python -m tests.architectures``.
 
 For each pair of a model type and a task, a tiny model is trained on one rank and on two, beside a plain loop
 with ``forward(labels=)``. What it exports is opened by ``from_pretrained`` and generates; weights that
@@ -8,6 +8,7 @@ with ``forward(labels=)``. What it exports is opened by ``from_pretrained`` and 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ import torch
 
 from portable.config import RunConfig
 from portable.run.save import write_model_files
+from tests.composite import write_composite
 from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
 from tests.runs import SENTENCE, configured
@@ -37,6 +39,9 @@ TASKS = {
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
+COMPOSITE = "composite"
+"""Causal-LM training of a checkpoint of the class that the hub has for a type."""
+NOT_BUILT = "not built: "
 BF16_TOLERANCE = 5e-2
 
 
@@ -48,10 +53,26 @@ class Pair(NamedTuple):
 
 
 def pairs() -> list[Pair]:
-    """All that transformers' auto classes know."""
+    """Return the pairs that transformers' Auto classes of text models have, and the composite types."""
     from transformers.models.auto import modeling_auto
 
-    return [Pair(name, task) for task, names in TASKS.items() for name in getattr(modeling_auto, names)]
+    found = [Pair(name, task) for task, names in TASKS.items() for name in getattr(modeling_auto, names)]
+    return found + [pair for pair in map(_composite_pair, composite_types()) if pair not in found]
+
+
+def composite_types() -> list[str]:
+    """Return the types whose published class takes text and other inputs, and is not a causal class."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return [name for name, one in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if causal.get(name) != one]
+
+
+def _composite_pair(model_type: str) -> Pair:
+    return Pair(model_type, COMPOSITE)
 
 
 def write_records(folder: Path) -> Path:
@@ -66,14 +87,20 @@ def write_records(folder: Path) -> Path:
 
 
 def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConfig:
-    """The run of a pair in ``folder``; as :func:`tests.runs.configured`."""
+    """Return the run of a pair in ``folder``; see :func:`tests.runs.configured`."""
+    if pair.task == COMPOSITE:
+        source = folder / "source"
+        if not source.exists():
+            write_composite(source, pair.model_type, records)
+        model: dict[str, Any] = {"model__config": None, "model__name_or_path": str(source)}
+    else:
+        model = {"model__config": tiny_config(*pair), "model__task": pair.task}
     return configured(
         folder,
         records,
         **{
-            "model__config": tiny_config(*pair),
-            "model__task": pair.task,
-            "data__vocab_size": VOCABULARY,
+            **model,
+            "data__vocab_size": None if pair.task == COMPOSITE else VOCABULARY,
             "data__eval_fraction": 0,
             "train__steps": STEPS,
             "train__global_batch_size": 4,
@@ -97,6 +124,27 @@ def auto_class(task: str) -> Any:
     return getattr(transformers, AUTO_CLASSES[task])
 
 
+def plain_model(config: RunConfig, model_config: Any, attention: str) -> Any:
+    """Build the model of a run with transformers: from its checkpoint, or with new weights."""
+    if (published := published_class(config)) is not None:
+        return published.from_pretrained(
+            config.model.name_or_path, attn_implementation=attention, dtype=torch.float32
+        )
+    return auto_class(config.model.task).from_config(
+        model_config, attn_implementation=attention, dtype=torch.float32
+    )
+
+
+def published_class(config: RunConfig) -> Any:
+    """Return the class that the composite checkpoint of a run names; None for other runs."""
+    import transformers
+
+    if config.model.name_or_path is None or not Path(config.model.name_or_path).name.startswith("source"):
+        return None
+    written = json.loads(Path(config.model.name_or_path, "config.json").read_text("utf-8"))
+    return getattr(transformers, written["architectures"][0])
+
+
 def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, float]]:
     """Loss of each step, here and in a plain loop over the same samples; exports into ``folder``."""
     import torch
@@ -108,9 +156,9 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
         run, task = trial.run, config.model.task
         attention = run.model.config._attn_implementation
         torch.manual_seed(config.seed)
-        plain = auto_class(task).from_config(
-            run.model_config, attn_implementation=attention, dtype=torch.float32
-        )
+        plain = plain_model(config, run.model_config, attention)
+        if getattr(run.model.config.get_text_config(), "output_router_logits", False):
+            plain.config.get_text_config().output_router_logits = True
         same_state(trial.engine.model.state_dict(), plain.state_dict())  # as it was initialised
         plain.config.use_cache = False
         plain.train()
@@ -179,9 +227,8 @@ def opened_again(config: RunConfig, folder: Path) -> None:
     from safetensors.torch import load_file
 
     task = config.model.task
-    model, info = auto_class(task).from_pretrained(
-        folder / "final", dtype=torch.float32, output_loading_info=True
-    )
+    model_class = published_class(config) or auto_class(task)
+    model, info = model_class.from_pretrained(folder / "final", dtype=torch.float32, output_loading_info=True)
     amiss = {what: sorted(names) for what, names in info.items() if names}
     if amiss:
         raise AssertionError(f"from_pretrained: {amiss}")
@@ -194,13 +241,13 @@ def opened_again(config: RunConfig, folder: Path) -> None:
         same_state(model.state_dict(), live)
     except AssertionError:
         # Some do not load what they saved themselves: a row of padding, which is emptied again.
-        plain = auto_class(task).from_config(model.config)
+        plain = type(model)(copy.deepcopy(model.config))
         plain.load_state_dict(live)
         plain.save_pretrained(folder / "theirs")
-        again = auto_class(task).from_pretrained(folder / "theirs", dtype=torch.float32)
+        again = model_class.from_pretrained(folder / "theirs", dtype=torch.float32)
         same_state(model.state_dict(), again.state_dict())
     if task in ("causal-lm", "seq2seq-lm"):
-        fresh = auto_class(task).from_config(model.config)
+        fresh = type(model)(copy.deepcopy(model.config))
         fresh.generation_config = model.generation_config
         try:
             generated(fresh)
@@ -236,21 +283,18 @@ def loads_what_transformers_saved(config: RunConfig, folder: Path) -> None:
 
     with opened(config) as trial:
         attention = trial.run.model.config._attn_implementation
-        model = auto_class(config.model.task).from_config(
-            trial.run.model_config, attn_implementation=attention, dtype=torch.float32
-        )
+        model = plain_model(config, trial.run.model_config, attention)
         trial.run.data.tokenizer.save_pretrained(folder / "theirs")
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model.save_pretrained(folder / "theirs")
+    model_class = published_class(config) or auto_class(config.model.task)
     taken = config.replaced({"model.config": None, "model.name_or_path": str(folder / "theirs")})
     wanted = model.state_dict()
     if fixed := model._keys_to_ignore_on_save:  # positions that are computed, in no file
-        again = (
-            auto_class(config.model.task).from_pretrained(folder / "theirs", dtype=torch.float32).state_dict()
-        )
+        again = model_class.from_pretrained(folder / "theirs", dtype=torch.float32).state_dict()
         wanted |= {name: again[name] for name in wanted if any(re.search(key, name) for key in fixed)}
     with opened(taken) as trial:
         same_state(trial.engine.model.state_dict(), wanted)
@@ -299,7 +343,8 @@ def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findin
     try:
         config = run_of(pair, folder, records)
     except Exception as error:
-        return {"one rank": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]}
+        reason = (str(error).splitlines() or [""])[0]
+        return {"one rank": f"{NOT_BUILT}{type(error).__name__}: {reason}"[:300]}
     look("one rank", alone)
     if ours:
         look("bf16", bf16)
@@ -318,8 +363,9 @@ that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 be
 `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on two
 ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). Its export was opened by
 `from_pretrained`, compared bit for bit, and generated text; weights of `save_pretrained` were loaded and
-compared bit for bit. Images and audio are not supported as training data, but [multimodal
-models](train.md#multimodal-models) can be trained on text.
+compared bit for bit. The task "composite" is causal-LM training of a checkpoint whose published class also takes
+images or audio: the run is compared with that class and trains on text only (see [multimodal
+models](train.md#multimodal-models)). Images and audio are not supported as training data.
 
 """
 NOTES = """\
@@ -344,17 +390,26 @@ def page(everything: Mapping[str, Findings]) -> str:
             continue
         alone = amiss.get("one rank", "")
         word = "no" if alone else "in part"
-        if "UserError: model.task" in alone:
+        if re.search("UserError: model.task|not run on text alone|cannot build .* for model.task", alone):
             word = "refused"
-        elif "UserError: model" in alone or "UserError: data.tokenizer" in alone:
+        elif (
+            alone.startswith(NOT_BUILT) or "UserError: model" in alone or "UserError: data.tokenizer" in alone
+        ):
             word = "not tried"
         what, why = next(iter(amiss.items()))
-        plain = why.removeprefix("UserError: ").replace("`", "").replace(f" {model_type} ", " it ")
+        plain = (
+            why.removeprefix(NOT_BUILT)
+            .removeprefix("UserError: ")
+            .replace("`", "")
+            .replace(f" {model_type} ", " it ")
+        )
         said = ("" if alone else f"{what}: ") + textwrap.shorten(plain, 60, placeholder=" ...")
         notes.setdefault(f"{word}: `{said}`", []).append(f"`{model_type}` {task}")
     by_tasks: dict[str, list[str]] = {}
     for model_type, tasks in held.items():
-        by_tasks.setdefault(", ".join(task for task in TASKS if task in tasks), []).append(f"`{model_type}`")
+        by_tasks.setdefault(", ".join(task for task in (*TASKS, COMPOSITE) if task in tasks), []).append(
+            f"`{model_type}`"
+        )
     by_name = PAGE.read_text("utf-8").partition("## By name")[2].partition("## By type")[0]
     lines = [f"## By name{by_name}## By type", "", "All of it held for", ""]
     lines += [f"- {tasks}: {', '.join(types)}" for tasks, types in sorted(by_tasks.items())]
@@ -370,7 +425,7 @@ def main(arguments: list[str]) -> int:
     """Sweep, print a line a pair, and write the page if all were looked at."""
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all by default")
-    parser.add_argument("--task", choices=TASKS)
+    parser.add_argument("--task", choices=[*TASKS, COMPOSITE])
     parser.add_argument("--json", type=Path, help="the findings; a sweep goes on with what is there")
     chosen = parser.parse_args(arguments)
     wanted = [

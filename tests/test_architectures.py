@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architectures import Pair, findings, page, write_records
+from tests.architectures import COMPOSITE, Pair, findings, page, write_records
 from tests.ranks import RankPool
 
 # Each has been taken for something else once.
@@ -17,6 +17,9 @@ CHOSEN = [
     Pair("squeezebert", "masked-lm"),  # layers that are called past their hooks
     Pair("mbart", "masked-lm"),  # its decoder reads its labels
     Pair("longcat_flash", "causal-lm"),  # experts that are called as often as tokens choose them
+    Pair("llama4", COMPOSITE),  # transformers 5.24 reads a field that its output lacks
+    Pair("qwen3_vl", COMPOSITE),  # no causal class
+    Pair("qwen3_5_moe", COMPOSITE),  # a causal class without the vision tower
 ]
 
 

@@ -385,6 +385,7 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
         if remote_class is not None:
             return getattr(transformers, remote_class)
         composite = None if getattr(config, "is_encoder_decoder", False) else _find_composite_class(config)
+        of_transformers.mend_llama4()
         if composite is not None and composite.__name__ in (config.architectures or ()):
             return composite
     if own is not None:

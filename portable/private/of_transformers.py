@@ -165,6 +165,15 @@ def find_class(auto_class: Any, config: PretrainedConfig) -> Any:
     return classes
 
 
+def mend_llama4() -> None:
+    """Let ``Llama4ForConditionalGeneration`` run: transformers 5.24 reads a field that its output lacks."""
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+        output: Any = MoeCausalLMOutputWithPast
+        output.image_outputs = None
+
+
 @_transformers.needed_for("model.config.model_type")
 def model_types() -> list[str]:
     """The names of all model types."""
