@@ -56,8 +56,8 @@ def pairs() -> list[Pair]:
     """Return the pairs that transformers' Auto classes of text models have, and the composite types."""
     from transformers.models.auto import modeling_auto
 
-    found = [Pair(name, task) for task, names in TASKS.items() for name in getattr(modeling_auto, names)]
-    return found + [pair for pair in map(_composite_pair, composite_types()) if pair not in found]
+    auto_pairs = [Pair(name, task) for task, names in TASKS.items() for name in getattr(modeling_auto, names)]
+    return auto_pairs + [pair for pair in map(_composite_pair, composite_types()) if pair not in auto_pairs]
 
 
 def composite_types() -> list[str]:
@@ -68,7 +68,8 @@ def composite_types() -> list[str]:
     )
 
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return [name for name, one in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if causal.get(name) != one]
+    multimodal = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return [name for name, class_name in multimodal.items() if causal.get(name) != class_name]
 
 
 def _composite_pair(model_type: str) -> Pair:
@@ -363,8 +364,8 @@ that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 be
 `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on two
 ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). Its export was opened by
 `from_pretrained`, compared bit for bit, and generated text; weights of `save_pretrained` were loaded and
-compared bit for bit. The task "composite" is causal-LM training of a checkpoint whose published class also takes
-images or audio: the run is compared with that class and trains on text only (see [multimodal
+compared bit for bit. The task "composite" is causal-LM training of a checkpoint whose published class also
+takes images or audio: the run is compared with that class and trains on text only (see [multimodal
 models](train.md#multimodal-models)). Images and audio are not supported as training data.
 
 """
