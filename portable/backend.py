@@ -182,7 +182,7 @@ class Engine(Protocol):
 
 
 class Diagnostics:
-    """Debugging hooks of a backend.
+    """Debugging hooks provided by a backend.
 
     Training does not depend on these hooks. By default, they do nothing.
     """

@@ -281,7 +281,7 @@ class Tensor:
         """
         dtype = numpy_dtype(self.dtype)
         block_numel, row_numel = max(1, nbytes // dtype.itemsize), 1
-        # Each block consists of complete rows. A row is the largest trailing slice that fits in a block.
+        # Each block consists of complete rows. A row is the largest block of trailing dimensions that fits.
         for size in reversed(self.shape):
             if row_numel * size > block_numel:
                 break

@@ -182,7 +182,7 @@ class Checkpoints(Generic[P]):
         """Folders to delete: old checkpoints, and leftovers of failed saves in the object store."""
         self._pending: _Save[P] | None = None
         self._postponed: _Save[P] | None = None
-        """Save that failed because the object store was unavailable. It is dropped when the next save
+        """The save that failed because the object store was unavailable. It is dropped when the next save
         starts."""
         self._newest: P | None = None
         """Newest complete checkpoint that this rank has seen."""
@@ -232,7 +232,7 @@ class Checkpoints(Generic[P]):
         return damaged_folder
 
     def remove_partial(self) -> None:
-        """Delete the files of interrupted saves.
+        """Delete files left behind by interrupted saves.
 
         Must only be called on rank 0, which holds the run's lock.
         """
