@@ -26,6 +26,9 @@ FIRST: tuple[str, ...] = (
     "tests/test_adapters.py",
     "tests/portable/test_api.py",
     "tests/test_docs.py::test_commands_run[train]",
+    "tests/test_composite_models.py",
+    "tests/test_docs.py::test_commands_run[data]",
+    "tests/test_docs.py::test_commands_run[README]",
     "tests/converters/test_mutations.py",
     "tests/tpu/test_planned_steps.py",
 )
