@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_of() -> argparse.ArgumentParser:
-    """The parser of `portable-convert`."""
+    """Build the argument parser of `portable-convert`."""
     parser = _Parser(
         prog="portable-convert",
         usage=_USAGE,
@@ -321,7 +321,11 @@ def _asked(
     options: argparse.Namespace,
     models: Sequence[Place],
 ) -> tuple[Checkpoint, Callable[[], Plan]]:
-    """The checkpoint as the options have it (merged, as floats, as codes), and what plans its files."""
+    """Apply the options that change the model: merging, dequantizing and quantizing.
+
+    Returns:
+        The resulting checkpoint, and a function that plans the output files.
+    """
     from converters.names.model_config import check_fits
     from converters.storage.safe_open import read_small_table
     from converters.writers.conversion import Choices
@@ -359,7 +363,11 @@ def _asked(
 def _adapter(
     checkpoint: Checkpoint, companions: Mapping[str, Place] | None, options: argparse.Namespace
 ) -> tuple[Checkpoint, Adapter | None]:
-    """What to write: where SRC holds an adapter, the merged model, or the adapter and its checkpoint."""
+    """Merge or extract the adapter in SRC, if there is one.
+
+    Returns:
+        The checkpoint to write, and the adapter if it is written on its own.
+    """
     from converters.adapters.adapter import find_adapter
     from converters.adapters.config import given_config
     from converters.adapters.merging import merge
@@ -411,7 +419,7 @@ def _adapter(
 
 
 def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping[str, Any]:
-    """The settings of the model that an adapter was trained on."""
+    """Read the config of the model that an adapter was trained on."""
     from converters.config_and_tokenizer_files import companions_from
     from converters.storage.safe_open import read_small_table
 
@@ -486,7 +494,7 @@ def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None
 
 
 def _taken(checkpoint: Checkpoint, source: Place) -> str | None:
-    """The step or tag that was taken of several below SRC; None where SRC is the checkpoint itself."""
+    """Return the step or tag that was chosen below SRC, or None if SRC is the checkpoint itself."""
     tag = checkpoint.metadata.get("tag")
     if isinstance(tag, str):
         return tag if tag != source.name else None
@@ -495,7 +503,7 @@ def _taken(checkpoint: Checkpoint, source: Place) -> str | None:
 
 
 def _json(checkpoint: Checkpoint, plan: Plan, taken: str | None, options: argparse.Namespace) -> str:
-    """What was written, or would be, for a program."""
+    """Format the result of a conversion or of a dry run as JSON."""
     from converters.tensors.dtypes import TO_TORCH
 
     about, losses = checkpoint.metadata, plan.losses
@@ -525,7 +533,10 @@ def _json(checkpoint: Checkpoint, plan: Plan, taken: str | None, options: argpar
 
 
 def _done(checkpoint: Checkpoint, plan: Plan, taken: str | None, out: Place, *, verified: bool) -> str:
-    """What was read and written: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
+    """Format the summary of a conversion.
+
+    For example: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`.
+    """
     from converters.tensors.dtypes import TO_TORCH
 
     about = checkpoint.metadata

@@ -36,41 +36,59 @@ EXIT_CODES = {
 
 
 def exit_codes(*codes: int) -> str:
-    """The table for `--help`, of `codes` or of all, which are those of a run."""
+    """Format the table of exit codes for `--help`.
+
+    Args:
+        codes: Exit codes to list. If there are none, all codes are listed, with their meaning for a run.
+
+    Returns:
+        The table, one line per exit code.
+    """
     known = {**EXIT_CODES, DONE: "done"} if codes else EXIT_CODES
     lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or known]
     return "exit codes:\n" + "\n".join(f"  {code:<5} {meaning}" for code, meaning in lines)
 
 
 def version_line() -> str:
-    """What `--version` prints."""
+    """Return the line that `--version` prints."""
     from importlib.metadata import version
 
     return f"portable-trainer {version('portable-trainer')}"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose refusals are one `error:` line, without the usage."""
+    """Argument parser that reports an invalid command line as one `error:` line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the error and exit."""
         complain(f"error: {printable(message)} (see {self.prog} --help)")
         self.exit(REFUSED)
 
 
 class ShowVersion(argparse.Action):
-    """`--version` for argparse, which looks the version up only on request."""
+    """Action of `--version`. It looks up the version only when the option is used."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print the version and exit."""
         print(version_line())
         parser.exit()
 
 
 def command(main: Main) -> Callable[..., int]:
-    """Make `main` exit without a traceback on Ctrl-C, on a closed pipe (`... | head`), and when standard
-    output cannot be written or memory or threads run out."""
+    """Wrap the main function of a command so that it exits without a traceback.
+
+    This covers Ctrl-C, a closed pipe (`... | head`), standard output that cannot be written, and running out
+    of memory or threads.
+
+    Args:
+        main: Main function of the command.
+
+    Returns:
+        The wrapped function.
+    """
 
     @wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
