@@ -327,7 +327,6 @@ def _asked(
         The resulting checkpoint, and a function that plans the output files.
     """
     from converters.names.model_config import check_fits
-    from converters.storage.safe_open import read_small_table
     from converters.writers.conversion import Choices
     from converters.writers.gguf_writer import plan_gguf_adapter
     from converters.writers.safetensors_writer import plan_adapter
@@ -337,8 +336,7 @@ def _asked(
         checkpoint = _floats(checkpoint, options.dequantize)
     checkpoint, adapter = _adapter(checkpoint, given, options)
     if given is not None and adapter is None:
-        config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
-        check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
+        check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {options.config_from}")
     if adapter is None:
         checkpoint = _rename_tensors(checkpoint, given, options)
         if options.trust_remote_code:

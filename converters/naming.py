@@ -58,7 +58,7 @@ def find_name_rules(checkpoint: Checkpoint, base: Iterable[str] | None = None) -
     """
     if base is None and (record := read_recorded_rules(checkpoint)) is not None:
         return record[0]
-    rules = get_default_rules(_read_config(checkpoint))
+    rules = get_default_rules(checkpoint.read_config())
     return rules if rules is None or base is None else select_used_rules(rules, base)
 
 
@@ -81,11 +81,7 @@ def read_recorded_rules(checkpoint: Checkpoint) -> tuple[NameRules, list[str]] |
     table = read_small_table(record)
     not_loaded = table.get("not_loaded")
     names = [name for name in not_loaded if isinstance(name, str)] if isinstance(not_loaded, list) else []
-    return parse_record(table, _read_config(checkpoint), str(record)), names
-
-
-def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+    return parse_record(table, checkpoint.read_config(), str(record)), names
 
 
 def read_published_names(config: Place) -> list[str] | None:
