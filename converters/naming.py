@@ -15,6 +15,7 @@ from converters.config_and_tokenizer_files import find_beside
 from converters.containers.shard_index import INDEX, SINGLE
 from converters.errors import OptimizerStateError, blame
 from converters.formats.safetensors import read_file
+from converters.formats.torchtitan import rename_from_torchtitan
 from converters.names.name_rules import (
     NameRules,
     Renaming,
@@ -118,6 +119,7 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
     """
     if checkpoint.names != "stored":
         return checkpoint
+    checkpoint = rename_from_torchtitan(checkpoint)
     rules = find_name_rules(checkpoint) if rules is None else rules
     if rules is None or not are_live(checkpoint.tensors, rules):
         return checkpoint
@@ -149,6 +151,7 @@ def rename_to_live(
     """
     if checkpoint.names == "live":
         return checkpoint
+    checkpoint = rename_from_torchtitan(checkpoint)
     rules = find_name_rules(checkpoint) if rules is None else rules
     if rules is None or are_live(checkpoint.tensors, rules):
         return checkpoint
