@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, printable
+from converters.names.known_words import find_unknown_names
 from converters.names.model_config import check_fits
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
@@ -62,6 +63,12 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     config = checkpoint.read_config()
     model = _model(config, root, "convert_hf_to_gguf.py")
     tensors = {entry.name: entry.tensor for entry in model_entries(checkpoint, "keep")}
+    if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
+        raise CheckpointError(
+            f"{root}: {printable(unknown[0])} is not a tensor name of transformers' "
+            f"{config['model_type']}, so the order of its rows is unknown; convert it with the program that "
+            "wrote it"
+        )
     check_fits(tensors, config, f"{root}: config.json")
     settings = settings_of(config, model, root)
     if wanted == "MXFP4" and "expert_count" not in settings.values:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from converters import open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.errors import CheckpointError
+from converters.names.known_words import find_unknown_names
 from converters.names.name_rules import get_default_rules, sort_naturally
 from converters.names.published import are_live, arrange_for_files, arrange_for_memory
 from converters.storage.bytes import Memory
@@ -86,6 +87,7 @@ def check_like_transformers(model: Any) -> None:
     assert written.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert np.array_equal(written[name].read(), tensor.numpy()), name
+    assert find_unknown_names([*live, *files], rules.config) == []
     assert are_live(live, rules) == (live != files)
     assert not are_live(files, rules)
     stored = {name: split_among_ranks(name, tensor) for name, tensor in wanted.items()}
@@ -335,6 +337,40 @@ def test_names_of_torchtitan_and_meta_become_published(
         assert main([str(tmp_path / "base"), str(tmp_path / "y.gguf"), *argv]) == 0
         x, y = (read_gguf(tmp_path / name) for name in ("x.gguf", "y.gguf"))
         assert x.keys() == y.keys() and all(np.array_equal(x[name], y[name]) for name in x)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "layer"),
+    [
+        ("transformer.h", "attn.qkv"),  # litgpt
+        ("blocks", "attention.w_q"),  # OLMo-core
+        ("model.decoder", "pp_block.attn.qkv_proj"),  # nanotron
+        ("policy.model.layers", "self_attn.q_proj"),
+    ],
+)
+def test_names_of_other_programs_are_reported(
+    prefix: str, layer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "source").mkdir()
+    tiny_model("llama").config.save_pretrained(tmp_path / "source")
+    stored = {f"{prefix}.{i}.{layer}.weight": torch.ones(8, 8) for i in range(2)}
+    torch.save(stored, tmp_path / "source" / "pytorch_model.bin")
+    argv = [str(tmp_path / "source"), str(tmp_path / "out")]
+    assert main(argv) == 0
+    printed = capsys.readouterr()
+    assert "load it with" not in printed.out
+    assert printed.err.startswith("warning: ") and "'llama'" in printed.err
+    line = error_of(capsys, argv[0], tmp_path / "x.gguf", "--to", "gguf")
+    assert "is not a tensor name of transformers' llama" in line
+
+
+@pytest.mark.exhaustive
+def test_words_match_transformers() -> None:
+    from tests import module_words
+
+    words = json.loads(module_words.FILE.read_bytes())
+    for model_type in (*SOME, "llama", "bert", "gemma3", "whisper", "gpt_oss"):
+        assert set(words[model_type].split()) == module_words.find_words(model_type)
 
 
 def read_gguf(file: Path) -> dict[str, Any]:
