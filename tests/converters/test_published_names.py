@@ -25,6 +25,7 @@ from converters.tensors.arranged import arrange
 from converters.tensors.tensor import Box, Tensor, View, row_major
 from tests import published_names
 from tests.converters.compare import error_of
+from tests.converters.making import written_by
 from tests.tiny_models import tiny_config, tiny_model
 
 transformers: Any = pytest.importorskip("transformers")
@@ -104,6 +105,24 @@ def check_like_transformers(model: Any) -> None:
 )
 def test_names_and_values_match_save_pretrained(model_type: str) -> None:
     check_like_transformers(tiny_model(model_type))
+
+
+@pytest.mark.parametrize("maker", ["some", pytest.param("every", marks=pytest.mark.exhaustive)])
+def test_sharded_checkpoints_become_like_save_pretrained(
+    maker: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """DCP, FSDP rank files, ZeRO-2 and ZeRO-3 get the names, shapes, and values of ``save_pretrained``."""
+    pytest.importorskip("deepspeed")
+    folder = written_by(f"make_types.{maker}", tmp_path_factory)
+    for model in sorted(folder.iterdir()):
+        wanted = load_file(model / "pretrained" / "model.safetensors")
+        for form in ("dcp", "fsdp-ranks", "zero2", "zero3"):
+            out = tmp_path / model.name / form
+            assert main([str(model / form), str(out), "--quiet"]) == 0
+            converted = load_file(out / "model.safetensors")
+            assert converted.keys() == wanted.keys(), (model.name, form)
+            for name, tensor in wanted.items():
+                assert torch.equal(converted[name], tensor), (model.name, form, name)
 
 
 @pytest.mark.parametrize(("model_type", "head"), COMPOSITE)
