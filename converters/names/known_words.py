@@ -38,10 +38,10 @@ def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[
     """
     words: set[str] = set()
     for model_type in _iterate_types(config):
-        known = _load_words().get(model_type)
-        if known is None:
+        words_of_type = _load_words().get(model_type)
+        if words_of_type is None:
             return []
-        words.update(known.split())
+        words.update(words_of_type.split())
     if not words:
         return []
     return [
