@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, blame
 from converters.names.tied_weights import resolve_ties
+from converters.storage.safe_open import read_small_table
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -193,6 +194,22 @@ class Checkpoint:
             CheckpointError: If a counter is damaged.
         """
         return {} if self._load_counters is None else dict(self._load_counters())
+
+    def read_config(self) -> dict[str, Any]:
+        """Read the companion `config.json` and apply the overrides in `config`.
+
+        Returns:
+            The settings of the model, without those that an override removes. Empty if the checkpoint does
+            not have a `config.json`.
+        """
+        settings = read_small_table(self.companions.get("config.json"))
+        for key, value in self.config.items():
+            parts = [part for part in settings.values() if isinstance(part, dict) and key in part]
+            for part in [part for part in (settings, *parts) if key in part] or [settings]:
+                part[key] = value
+                if value is None:
+                    del part[key]
+        return settings
 
     def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:
         """Return a copy of the checkpoint with additional companion files.

@@ -282,13 +282,32 @@ def _convert(options: argparse.Namespace) -> int:
         say(_json(checkpoint, plan, taken, options))
     elif not options.quiet:
         say(fitted(_done(checkpoint, plan, taken, out, verified=options.verify), sys.stdout))
-        if (loader := _loader(plan, out, options)) is not None:
+        if (warning := _check_names(checkpoint, plan, options)) is not None:
+            complain(f"warning: {printable(warning)}")
+        elif (loader := _loader(plan, out, options)) is not None:
             say(fitted(f"  load it with {printable(loader)}", sys.stdout))
     if plan.losses.first and not options.quiet:
         _note(f"{_lost(plan.losses)} in --dtype {options.dtype}, some of them in {plan.losses.first!r}")
     _note_excluded_files(excluded, options)
     _note_config(plan, source, options)
     return 0
+
+
+def _check_names(checkpoint: Checkpoint, plan: Plan, options: argparse.Namespace) -> str | None:
+    """Return a warning if most tensor names do not belong to the model type in the config."""
+    from converters.names.known_words import find_foreign_name
+
+    if options.to not in ("safetensors", "torch") or ADAPTER_CONFIG in plan.names:
+        return None
+    config = checkpoint.read_config()
+    name = find_foreign_name(checkpoint.tensors, config)
+    if name is None:
+        return None
+    return (
+        f"{name!r} and most other tensors do not have the names of a model of type {config['model_type']!r}, "
+        "so from_pretrained cannot load them; convert them with the program that wrote them, or give the "
+        "model's own config.json with --config-from"
+    )
 
 
 def _add_custom_code(checkpoint: Checkpoint, models: Sequence[Place]) -> Checkpoint:
@@ -327,7 +346,6 @@ def _asked(
         The resulting checkpoint, and a function that plans the output files.
     """
     from converters.names.model_config import check_fits
-    from converters.storage.safe_open import read_small_table
     from converters.writers.conversion import Choices
     from converters.writers.gguf_writer import plan_gguf_adapter
     from converters.writers.safetensors_writer import plan_adapter
@@ -337,8 +355,7 @@ def _asked(
         checkpoint = _floats(checkpoint, options.dequantize)
     checkpoint, adapter = _adapter(checkpoint, given, options)
     if given is not None and adapter is None:
-        config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
-        check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
+        check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {options.config_from}")
     if adapter is None:
         checkpoint = _rename_tensors(checkpoint, given, options)
         if options.trust_remote_code:

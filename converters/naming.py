@@ -15,6 +15,7 @@ from converters.config_and_tokenizer_files import find_beside
 from converters.containers.shard_index import INDEX, SINGLE
 from converters.errors import OptimizerStateError, blame
 from converters.formats.safetensors import read_file
+from converters.formats.torchtitan import rename_from_torchtitan
 from converters.names.name_rules import (
     NameRules,
     Renaming,
@@ -58,7 +59,7 @@ def find_name_rules(checkpoint: Checkpoint, base: Iterable[str] | None = None) -
     """
     if base is None and (record := read_recorded_rules(checkpoint)) is not None:
         return record[0]
-    rules = get_default_rules(_read_config(checkpoint))
+    rules = get_default_rules(checkpoint.read_config())
     return rules if rules is None or base is None else select_used_rules(rules, base)
 
 
@@ -81,11 +82,7 @@ def read_recorded_rules(checkpoint: Checkpoint) -> tuple[NameRules, list[str]] |
     table = read_small_table(record)
     not_loaded = table.get("not_loaded")
     names = [name for name in not_loaded if isinstance(name, str)] if isinstance(not_loaded, list) else []
-    return parse_record(table, _read_config(checkpoint), str(record)), names
-
-
-def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+    return parse_record(table, checkpoint.read_config(), str(record)), names
 
 
 def read_published_names(config: Place) -> list[str] | None:
@@ -122,6 +119,7 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
     """
     if checkpoint.names != "stored":
         return checkpoint
+    checkpoint = rename_from_torchtitan(checkpoint)
     rules = find_name_rules(checkpoint) if rules is None else rules
     if rules is None or not are_live(checkpoint.tensors, rules):
         return checkpoint
@@ -153,6 +151,7 @@ def rename_to_live(
     """
     if checkpoint.names == "live":
         return checkpoint
+    checkpoint = rename_from_torchtitan(checkpoint)
     rules = find_name_rules(checkpoint) if rules is None else rules
     if rules is None or are_live(checkpoint.tensors, rules):
         return checkpoint

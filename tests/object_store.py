@@ -17,7 +17,8 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,6 +135,9 @@ class ObjectStore:
         self._buckets = 0
         self.bucket = ""
         self.requests: list[Request] = []
+        self._running: dict[int, bool] = {}
+        self.most_at_once = 0
+        self.count_alone = 0
         self.faults: list[Fault] = []
 
     def close(self) -> None:
@@ -191,6 +195,21 @@ class ObjectStore:
         """Count from nothing."""
         with self._lock:
             self.requests.clear()
+            self.most_at_once = self.count_alone = 0
+
+    @contextmanager
+    def counting_overlaps(self) -> Iterator[None]:
+        """Count how many requests run at once, and the requests during which no other request runs."""
+        number = threading.get_ident()
+        with self._lock:
+            overlaps = bool(self._running)
+            self._running = {**dict.fromkeys(self._running, True), number: overlaps}
+            self.most_at_once = max(self.most_at_once, len(self._running))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.count_alone += not self._running.pop(number)
 
     def count(self, method: str = "", key: str = "", query: str = "") -> int:
         """Requests since `forget`, by method, and by what their key and query contain."""
@@ -288,6 +307,10 @@ class _Handler(Answers):
     owner: ObjectStore
 
     def _serve(self) -> None:
+        with self.owner.counting_overlaps():
+            self._answer()
+
+    def _answer(self) -> None:
         body = self.body()
         path, _, query = self.path.partition("?")
         key = urllib.parse.unquote(path).lstrip("/")

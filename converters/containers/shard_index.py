@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import read_table
+from converters.storage.places import map_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
         raise CheckpointError(f"{file.path}: not a shard index (no weight_map)")
     files = {shard: folder.file(shard) for shard in sorted(set(weight_map.values()))}
     _check_distinct(folder, name, files)
-    shards = {shard: read(held) for shard, held in files.items()}
+    shards = dict(zip(files, map_ahead(folder.path, read, files.values()), strict=True))
     for key, shard in weight_map.items():
         if key not in shards[shard]:
             raise CheckpointError(f"{folder.path / shard}: does not hold {key!r}, which {name} places there")

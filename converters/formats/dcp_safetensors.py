@@ -22,7 +22,7 @@ from converters.formats.safetensors import read_file
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
 from converters.storage.bytes import Memory, read_json
 from converters.storage.folder import Folder
-from converters.storage.places import names_in
+from converters.storage.places import map_ahead, names_in
 from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor, View, is_shape
 
@@ -54,9 +54,8 @@ def _open(source: Source, path: Place) -> Checkpoint:
     _check_complete(names, path)
     boxes: dict[str, list[Box]] = {}
     kinds: dict[str, tuple[str, list[int]]] = {}
-    for name in names:
-        file = folder.file(name)
-        held, header = read_file(file)
+    files = [folder.file(name) for name in names]
+    for file, (held, header) in zip(files, map_ahead(path, read_file, files), strict=True):
         offsets = _offsets(header.get(INFO), file)
         for key, part in held.items():
             low = offsets.get(key)

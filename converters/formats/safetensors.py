@@ -61,14 +61,17 @@ def _open(source: Source, name: str) -> Checkpoint:
     if source.path.is_dir():
         check_one_model(root, name)
     extra: dict[str, str] = {}
+    headers: dict[str, dict[str, str]] = {}
     if name.endswith(".index.json"):
 
         def shard(file: SourceFile) -> dict[str, Tensor]:
             held, metadata = read_file(file)
-            extra.update(metadata)
+            headers[file.name] = metadata
             return held
 
         tensors = read_index(folder, name, shard)
+        for shard_name in sorted(headers):
+            extra |= headers[shard_name]
     else:
         tensors, extra = read_file(folder.file(name))
     plain = plain_names(tensors, where=str(source.path))

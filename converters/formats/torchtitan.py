@@ -1,106 +1,273 @@
-"""torchtitan's Llama with the names and the row order of transformers.
+"""Conversion of the names of torchtitan and Meta to the names of published files.
 
-torchtitan names its parameters differently, and its rotary embedding pairs adjacent rows of a head, where
-transformers pairs the first half with the second. So the rows of the query and key projections, and of their
-optimizer state, are permuted.
+torchtitan names its parameters as Meta's Llama does. For Llama, the order of the rows also differs: the
+rotary embedding of torchtitan and Meta pairs adjacent rows of a head, and transformers pairs the first half
+with the second half. Therefore, the rows of the query and key projections, and of their optimizer state, are
+permuted. torchtitan stacks the experts of a layer, and each of them becomes a separate tensor.
 
-Source: torchtitan/models/llama3/state_dict_adapter.py; "RoFormer", arXiv:2104.09864, section 3.4.2.
+Source: `state_dict_adapter.py` in torchtitan/models/llama3, qwen3, deepseek_v3 and gpt_oss; "RoFormer",
+arXiv:2104.09864, section 3.4.2.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.errors import CheckpointError
-from converters.tensors.rearranged import permuted
+from converters.checkpoint import Checkpoint, OptimizerState
+from converters.errors import CheckpointError, OptimizerStateError, printable
+from converters.limits import MAX_COUNT, MAX_EXPERTS
+from converters.tensors.rearranged import permuted, selected, turned
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.checkpoint import Scalar
+    from converters.checkpoint import Aliases, ParamGroups, Scalar
+    from converters.tensors.tensor import Shape
 
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_IN_LAYER = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_AROUND = {
+_LAYER = re.compile(r"(mtp_)?layers\.(\d{1,6})\.(.+)")
+_OUTSIDE_LAYERS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
     "lm_head.weight": "lm_head.weight",
 }
+_EMBEDDING = "tok_embeddings.weight"
+# Frequencies of the rotary embedding, which transformers computes.
+_FREQUENCIES = re.compile(r"freqs_cis|rope\.(freqs|cache)")
+
+_ATTENTION = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+}
+_FEED_FORWARD = {
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LLAMA = {**_ATTENTION, **_FEED_FORWARD, **_NORMS}
+_QWEN3 = {
+    **_LLAMA,
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "moe.router.gate": "mlp.gate",
+}
+_DEEPSEEK = {
+    **_FEED_FORWARD,
+    **_NORMS,
+    "attention.wq": "self_attn.q_proj",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "attention.wo": "self_attn.o_proj",
+    "moe.router.gate": "mlp.gate",
+    **{f"moe.shared_experts.{name}": f"mlp.shared_experts.{value}" for name, value in _EXPERTS.items()},
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "mtp_norm": "shared_head.norm",
+}
+_GPT_OSS = {**_ATTENTION, **_NORMS, "moe.router.gate": "mlp.router"}
+_MODULES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "deepseek_v3": _DEEPSEEK,
+    "gpt_oss": _GPT_OSS,
+}
+"""Names of modules in a layer and their published names, keyed by model type."""
+# Model types for which transformers and the other programs pair the rows of a head differently.
+_PERMUTED = ("llama", "mistral")
+# Older versions of torchtitan have fewer levels, and no letters for the dimensions.
+_EXPERT = re.compile(r"moe\.(?:routed_experts\.)?(?:inner_)?experts\.(w[123])(?:_[A-Z]{3})?")
+_SINGLE_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.\d+\.\w+\.weight")
+_GPT_OSS_EXPERT = re.compile(
+    r"moe\.(?:routed_experts\.)?(?:inner_)?experts\.mlp([12])_(weight|bias)(?:_[A-Z]+)?"
+)
+_WHOLE_NAMES = {
+    "moe.expert_bias": "mlp.gate.e_score_correction_bias",
+    "moe.expert_bias_E": "mlp.gate.e_score_correction_bias",
+    "attention.sinks": "self_attn.sinks",
+}
 
 
-def is_torchtitan_llama(checkpoint: Checkpoint) -> bool:
-    """Whether the tensors have torchtitan's Llama names."""
-    return "tok_embeddings.weight" in checkpoint.tensors
-
-
-def as_transformers_llama(checkpoint: Checkpoint, *, heads: int, key_value_heads: int) -> Checkpoint:
-    """The same checkpoint with transformers' names and row order, read lazily.
+def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Convert a checkpoint with the names of torchtitan or Meta to the names of published files.
 
     Args:
-        heads, key_value_heads: of the attention; the checkpoint does not record them.
+        checkpoint: Checkpoint of any format.
+        config: The model's `config.json`. By default, this is the companion of the checkpoint.
+
+    Returns:
+        A new `Checkpoint`, whose tensors are read lazily. If the tensors have other names, or if the mapping
+        of the model type is unknown, `checkpoint` is returned unchanged.
 
     Raises:
-        CheckpointError: the heads do not divide the rows.
+        CheckpointError: If the config does not contain a number of heads that fits the tensors.
     """
-    names = {name: _transformers_name(name) for name in (*checkpoint.tensors, *checkpoint.aliases)}
+    if _EMBEDDING not in checkpoint.tensors:
+        return checkpoint
+    conversion = _Conversion(checkpoint, checkpoint.read_config() if config is None else config)
+    if conversion.modules is None:
+        return checkpoint
+    tensors = {
+        new_name: converted
+        for name, tensor in checkpoint.tensors.items()
+        for new_name, converted in conversion.convert(name, tensor).items()
+    }
+    aliases = {
+        conversion.rename(alias): conversion.rename(owner) for alias, owner in checkpoint.aliases.items()
+    }
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
 
-    def convert(name: str, tensor: Tensor) -> Tensor:
-        if not tensor.shape or not names.get(name, name).endswith((".q_proj.weight", ".k_proj.weight")):
-            return tensor
-        return _in_halves(tensor, heads if ".q_proj." in names[name] else key_value_heads)
+    def load_optimizer(_: Aliases) -> OptimizerState | None:
+        state = checkpoint.optimizer
+        return None if state is None else _convert_optimizer(state, conversion, shapes)
 
-    def optimizer(_: Aliases) -> OptimizerState | None:
-        found = checkpoint.optimizer
-        if found is None:
-            return None
-        state: Mapping[str, Mapping[str, Tensor | Scalar]] = {
-            name: {
-                what: convert(name, value) if isinstance(value, Tensor) else value
-                for what, value in values.items()
+    return checkpoint.with_names("stored", tensors, aliases, load_optimizer)
+
+
+class _Conversion:
+    """The conversion of one checkpoint's tensors.
+
+    Args:
+        checkpoint: Checkpoint with the old names.
+        config: The model's `config.json`.
+
+    Attributes:
+        modules: Names of modules in a layer and their published names, or None if the model type is unknown.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+        self._root = checkpoint.root
+        self._config = config
+        self._model_type = config.get("model_type")
+        self.modules = _MODULES.get(self._model_type) if isinstance(self._model_type, str) else None
+
+    def _read_count(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value <= MAX_COUNT:
+            raise CheckpointError(
+                f"{self._root}: config.json has no usable {key}, which the conversion from the names of "
+                "torchtitan or Meta needs; give the model's own config.json with --config-from"
+            )
+        return value
+
+    def rename(self, name: str) -> str:
+        """Return the published name of a tensor. Stacked experts and unknown tensors keep their names."""
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return _OUTSIDE_LAYERS.get(name, name)
+        rest = match[3].replace("qkv_linear.", "")
+        module, _, kind = rest.rpartition(".")
+        new_name = _WHOLE_NAMES.get(rest)
+        if new_name is None and self.modules is not None and module in self.modules:
+            new_name = f"{self.modules[module]}.{kind}"
+        if new_name is None and (expert := _GPT_OSS_EXPERT.fullmatch(rest)) is not None:
+            parameter = "gate_up_proj" if expert[1] == "1" else "down_proj"
+            new_name = f"mlp.experts.{parameter}{'_bias' if expert[2] == 'bias' else ''}"
+        return name if new_name is None else f"model.layers.{self._get_layer(match)}.{new_name}"
+
+    def _get_layer(self, match: re.Match[str]) -> int:
+        """Return the number of a layer. Layers for multi-token prediction follow the other layers."""
+        return int(match[2]) + (self._read_count("num_hidden_layers") if match[1] else 0)
+
+    def list_names(self, name: str, shape: Shape) -> list[str]:
+        """Return the published names of a tensor. There are several for stacked experts."""
+        if _FREQUENCIES.fullmatch(name):
+            return []
+        match = _LAYER.fullmatch(name)
+        expert = None if match is None else _EXPERT.fullmatch(match[3])
+        if match is None or expert is None or len(shape) != 3:
+            return [self.rename(name)]
+        if shape[0] > MAX_EXPERTS:
+            raise CheckpointError(f"{printable(name)}: {shape[0]} experts, but at most {MAX_EXPERTS}")
+        prefix = f"model.layers.{self._get_layer(match)}.mlp.experts"
+        return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
+
+    def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the published tensors of one tensor, or of its optimizer state, keyed by name."""
+        new_names = self.list_names(name, tensor.shape)
+        if not self.is_rearranged(name, tensor.shape):
+            return dict.fromkeys(new_names, tensor)
+        (new_name, *others) = new_names
+        if others or _SINGLE_EXPERT.fullmatch(new_name):
+            return {new_name: selected(tensor, 0, i) for i, new_name in enumerate(new_names)}
+        if len(tensor.shape) == 3:
+            return {new_name: turned(tensor, (0, 2, 1))}
+        heads = self._read_count("num_attention_heads")
+        if ".k_proj." in new_name:
+            heads = self._read_count("num_key_value_heads", heads)
+        return {new_name: _permute_rows(tensor, heads)}
+
+    def is_rearranged(self, name: str, shape: Shape) -> bool:
+        """Return whether the values of a tensor are split or reordered, and not only renamed."""
+        new_names = self.list_names(name, shape)
+        if len(new_names) != 1 or new_names == [name]:
+            return len(new_names) > 1
+        (new_name,) = new_names
+        if new_name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and len(shape) == 3:
+            return True
+        is_permuted = self._model_type in _PERMUTED and new_name.endswith(
+            (".q_proj.weight", ".k_proj.weight")
+        )
+        return _SINGLE_EXPERT.fullmatch(new_name) is not None or (is_permuted and len(shape) == 2)
+
+
+def _convert_optimizer(
+    optimizer: OptimizerState, conversion: _Conversion, shapes: Mapping[str, Shape]
+) -> OptimizerState:
+    """Convert the optimizer state in the same way as the parameters."""
+    new_names = {name: conversion.list_names(name, shape) for name, shape in shapes.items()}
+    state: dict[str, dict[str, Tensor | Scalar]] = {}
+    for name, values in optimizer.state.items():
+        for key, value in values.items():
+            converted: Mapping[str, Tensor | Scalar]
+            if isinstance(value, Tensor) and value.shape and value.shape == shapes.get(name):
+                converted = conversion.convert(name, value)
+            elif (
+                isinstance(value, Tensor)
+                and value.numel > 1
+                and conversion.is_rearranged(name, shapes.get(name, ()))
+            ):
+                raise OptimizerStateError(
+                    f"{printable(name)}: its optimizer state {printable(key)} does not have the shape of the "
+                    "parameter, so it cannot be converted; leave out the optimizer"
+                )
+            else:
+                converted = dict.fromkeys(new_names.get(name, [conversion.rename(name)]), value)
+            for new_name, new_value in converted.items():
+                state.setdefault(new_name, {})[key] = new_value
+
+    def load_param_groups() -> ParamGroups:
+        return [
+            {
+                **group,
+                "params": [
+                    new_name
+                    for name in group.get("params", ())
+                    for new_name in new_names.get(name, [conversion.rename(name)])
+                ],
             }
-            for name, values in found.state.items()
-        }
-        turned = OptimizerState(state, lambda: found.param_groups)
-        return turned.renamed(lambda name: names.get(name, name))
+            for group in optimizer.param_groups
+        ]
 
-    return Checkpoint(
-        format=checkpoint.format,
-        root=checkpoint.root,
-        tensors={names[name]: convert(name, tensor) for name, tensor in checkpoint.tensors.items()},
-        aliases={names[alias]: names[owner] for alias, owner in checkpoint.aliases.items()},
-        optimizer=optimizer,
-        metadata=checkpoint.metadata,
-        companions=checkpoint.companions,
-        counters=lambda: checkpoint.counters,
-    )
+    return OptimizerState(state, load_param_groups)
 
 
-def _transformers_name(name: str) -> str:
-    """transformers' name for a tensor of torchtitan; an unknown name is returned unchanged."""
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        return _AROUND.get(name, name)
-    module, _, kind = match[2].replace("qkv_linear.", "").rpartition(".")
-    return f"model.layers.{match[1]}.{_IN_LAYER[module]}.{kind}" if module in _IN_LAYER else name
-
-
-def _in_halves(tensor: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head: the first of every pair, then the second of every pair."""
+def _permute_rows(tensor: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head: the first row of every pair, and then the second row of every pair."""
     rows, *rest = tensor.shape
     if rows % (2 * heads):
-        raise CheckpointError(f"{tensor.name}: {rows} rows cannot be split into {heads} heads")
+        raise CheckpointError(f"{printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")
     return permuted(tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest))))

@@ -278,7 +278,6 @@ def _awq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
 
 
 def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    _only(settings, "bnb_4bit_quant_storage", ("uint8", None), where)
     for name, weight in weights.ending(".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"):
         state = _quant_state(weights.left.pop(name))
         keys, nested = ["absmax", "quant_map"], None

@@ -131,14 +131,17 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
             f"{checkpoint.root}: has no config.json, which says how weights are quantized; add --config-from"
         )
     tensors: dict[str, Tensor] = {}
+    too_small: Tensor | None = None
     kept, changed = {"lm_head"}, False  # also where it is tied, and in no file
     height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
     for name, tensor in floats.items():
         whole = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
-        if whole and tensor.dtype in CASTABLE and _LINEAR.fullmatch(name):
-            tensors |= chosen.make(tensor, chosen.scheme)
-            changed = True
-            continue
+        if len(tensor.shape) == 2 and tensor.dtype in CASTABLE and _LINEAR.fullmatch(name):
+            if whole:
+                tensors |= chosen.make(tensor, chosen.scheme)
+                changed = True
+                continue
+            too_small = too_small or tensor
         if len(tensor.shape) > 2 and "expert" in name:
             raise CheckpointError(
                 f"{printable(name)}: a stack of experts, for which {form} has no names; "
@@ -147,6 +150,13 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
         tensors[name] = tensor
         if len(tensor.shape) == 2 and name.endswith(".weight"):
             kept.add(name.removesuffix(".weight"))
+    if not changed and too_small is not None:
+        block = f"{height} x {width}" if height > 1 else f"{width} columns"
+        raise CheckpointError(
+            f"{checkpoint.root}: {form} has blocks of {block}, and they divide no linear layer, such as "
+            f"{printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 or "
+            "int8, which have a scale for each row"
+        )
     if not changed:
         raise CheckpointError(
             f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"

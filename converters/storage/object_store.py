@@ -80,8 +80,8 @@ def timeout() -> float:
 
 
 def connections() -> int:
-    """Parts that a conversion reads and sends at a time (`PORTABLE_STORAGE_CONNECTIONS`, default 4)."""
-    return max(1, int(_setting("PORTABLE_STORAGE_CONNECTIONS", 4)))
+    """Parts that a conversion reads and sends at a time (`PORTABLE_STORAGE_CONNECTIONS`, default 16)."""
+    return max(1, int(_setting("PORTABLE_STORAGE_CONNECTIONS", 16)))
 
 
 def patience() -> float:
@@ -587,7 +587,11 @@ def _interruptible(call: Callable[[], T]) -> T:
     """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
     if threading.current_thread() is not threading.main_thread():
         return call()
-    result = in_thread(call)
+    return wait_for(in_thread(call))
+
+
+def wait_for(result: Future[T]) -> T:
+    """Return the result of a thread as soon as it is available, and handle signals in the meantime."""
     while not wait([result], timeout=_SIGNALS).done:  # a signal that another thread got does not end a wait
         pass
     return result.result()

@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections import deque
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,9 +23,13 @@ from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_new, open_regular, real_path
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
 
+T = TypeVar("T")
+R = TypeVar("R")
 P = TypeVar("P", Path, "RemotePath")
 """Both or neither of two places are in a store."""
 
@@ -140,6 +147,34 @@ def side_by_side(place: Place) -> int | None:
     from converters.storage.object_store import connections
 
     return connections()
+
+
+def map_ahead(folder: Place, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Apply a function that reads a file to each item, as `map` does.
+
+    In an object store, the function runs for several items at a time, because each request takes long. There
+    are at most as many results in memory as connections.
+
+    Args:
+        folder: Place of the files.
+        function: Function to apply. It must be thread-safe.
+        items: Arguments of the function.
+
+    Yields:
+        The results, in the order of the items. If the function raises an error, the error is raised when the
+        result is due.
+    """
+    if not in_store(folder):
+        yield from map(function, items)
+        return
+    from converters.storage.object_store import connections, in_thread, wait_for
+
+    waiting = iter(items)
+    running = deque(in_thread(partial(function, item)) for item in islice(waiting, connections()))
+    while running:
+        result = wait_for(running.popleft())
+        running.extend(in_thread(partial(function, item)) for item in islice(waiting, 1))
+        yield result
 
 
 # -- folders that are whole or not ---------------------------------------------------------------------------

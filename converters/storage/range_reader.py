@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from converters.storage.object_store import RemotePath
 
 # The longest run, and the shortest of data and of headers.
-RUN_BYTES, DATA_BYTES, HEADER_BYTES = 8 << 20, 512 << 10, 64 << 10
+RUN_BYTES, DATA_BYTES, HEADER_BYTES = 4 << 20, 512 << 10, 64 << 10
 # All cached runs of the process together.
 CACHE_BYTES = 160 << 20
 

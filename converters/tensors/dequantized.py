@@ -14,7 +14,7 @@ import numpy as np
 
 from converters.errors import CheckpointError
 from converters.tensors.by_rows import ComputedRows, part_of, require, rows_of, tensor_of
-from converters.tensors.dtypes import numpy_dtype
+from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -431,6 +431,9 @@ def four_bits(
 ) -> Tensor:
     """bitsandbytes' NF4 and FP4: two codes in a byte with the first in its high half, and a table of values.
 
+    The dtype of `packed` does not matter: FSDP needs one dtype for all parameters, so
+    `bnb_4bit_quant_storage` gives the bytes of the codes the dtype of the other weights.
+
     Args:
         parts: `absmax`, `quant_map`; with `nested` also `nested_absmax`, `nested_quant_map`.
         shape: of the weight.
@@ -440,7 +443,8 @@ def four_bits(
     Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
     """
     total = prod(shape)
-    require(packed.dtype == "U8" and packed.numel == -(-total // 2), packed, f"does not hold {list(shape)}")
+    width = itemsize(packed.dtype)
+    require(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
     count_max = -(-total // block)
     require(parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}")
     require(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
@@ -450,22 +454,27 @@ def four_bits(
         ends = (1,) * (len(tensor.shape) - 1)
         return part_of(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
 
+    def read_codes(low: int, high: int, touched: Touched) -> Array:
+        first = low // width
+        elements = np.ascontiguousarray(flat(packed, first, -(-high // width), touched))
+        return elements.view(np.uint8)[low - first * width : high - first * width]
+
     def maxima(low: int, high: int, touched: Touched) -> Array:
         held = flat(parts["absmax"], low, high, touched)
         if nested is None:
             return _as_scale(parts["absmax"], held)
         require(held.dtype == np.uint8, parts["absmax"], "holds no codes of maxima")
-        width, offset = nested
+        size, offset = nested
         table = flat(parts["nested_quant_map"], 0, 256, touched)
-        above = flat(parts["nested_absmax"], low // width, -(-high // width), touched)
-        picked = above[np.arange(low, high) // width - low // width]
+        above = flat(parts["nested_absmax"], low // size, -(-high // size), touched)
+        picked = above[np.arange(low, high) // size - low // size]
         return _as_scale(parts["nested_absmax"], table[held] * picked + np.float32(offset))
 
     columns = shape[-1]
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         low, high = first * columns, (first + count) * columns
-        held = flat(packed, low // 2, -(-high // 2), touched)
+        held = read_codes(low // 2, -(-high // 2), touched)
         table = flat(parts["quant_map"], 0, 16, touched).astype(np.float32)
         codes = np.stack([held >> 4, held & 15], axis=-1).reshape(-1)[low - low // 2 * 2 :][: high - low]
         values = table[codes]

@@ -525,7 +525,8 @@ def _iter_write_jobs(
     """
 
     def iter_file_jobs(file: PlannedFile) -> Iterator[Job]:
-        pieces = list(_group_parts(file.parts, FLUSH_BYTES))
+        # In an object store, more threads keep pieces in memory.
+        pieces = list(_group_parts(file.parts, FLUSH_BYTES // 4 if draft.threads else FLUSH_BYTES))
         output_file = draft.file(file.name, [nbytes for nbytes, _ in pieces])
         for index, (_, parts) in enumerate(pieces):
             job = partial(_write_piece, output_file.piece(index), parts, unverified_spans, plan.losses)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, printable
+from converters.names.known_words import find_unknown_names
 from converters.names.model_config import check_fits
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import parse_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
@@ -60,9 +60,15 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     import gguf  # not at the top: slow to import
 
     root, wanted = checkpoint.root, _wanted(choices)
-    config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
-    model = _model(config, root)
+    config = checkpoint.read_config()
+    model = _model(config, root, "convert_hf_to_gguf.py")
     tensors = {entry.name: entry.tensor for entry in model_entries(checkpoint, "keep")}
+    if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
+        raise CheckpointError(
+            f"{root}: {printable(unknown[0])} is not a tensor name of transformers' "
+            f"{config['model_type']}, so the order of its rows is unknown; convert it with the program that "
+            "wrote it"
+        )
     check_fits(tensors, config, f"{root}: config.json")
     settings = settings_of(config, model, root)
     if wanted == "MXFP4" and "expert_count" not in settings.values:
@@ -98,7 +104,7 @@ def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choi
     import gguf  # not at the top: slow to import
 
     root, wanted, lora = adapter.root, _wanted(choices), adapter.config
-    model = _model(config, root)
+    model = _model(config, root, "convert_lora_to_gguf.py")
     settings = settings_of(config, model, root)
     if lora.type != "LORA" or lora.dora or lora.unsupported or adapter.replaced or lora.target_parameters:
         raise CheckpointError(
@@ -135,12 +141,28 @@ def _wanted(choices: Choices) -> str | None:
     return parse_dtype(choices.dtype, ggml=True)
 
 
-def _model(config: Mapping[str, Any], root: Place) -> Model:
+def _model(config: Mapping[str, Any], root: Place, script: str) -> Model:
+    """Return the description of the model type in a config.
+
+    Args:
+        config: The model's `config.json`.
+        root: Path of the checkpoint, used in error messages.
+        script: llama.cpp's own program for such a checkpoint, used in error messages.
+
+    Returns:
+        The description.
+
+    Raises:
+        CheckpointError: If the config is missing, or the model type is not in the table.
+    """
     kind = config.get("model_type", "")
     if not kind:
         raise CheckpointError(f"{root}: --to gguf needs the model's config.json; give it with --config-from")
     if not isinstance(kind, str) or kind not in MODELS:
-        raise CheckpointError(f"{root}: --to gguf knows the model types {', '.join(MODELS)}, not {kind!r}")
+        raise CheckpointError(
+            f"{root}: --to gguf does not support the model type {kind!r}, only {', '.join(MODELS)}; write "
+            f"OUT without --to gguf, and then run llama.cpp's own converter: {script} OUT"
+        )
     return MODELS[kind]
 
 

@@ -140,24 +140,19 @@ class ExternalCheckpoint:
     def named_for(self, model: Any) -> ExternalCheckpoint:
         """Return this checkpoint with the names that ``model`` uses in memory.
 
-        torchtitan uses its own names for Llama, and the published names of many models differ from the names
+        torchtitan uses its own names, and the published names of many models differ from the names
         in memory.
 
         Raises:
             CheckpointError: if the sizes differ from those of ``model``.
         """
-        from converters.formats.torchtitan import as_transformers_llama, is_torchtitan_llama
+        from converters.formats.torchtitan import rename_from_torchtitan
 
-        config = model.config
-        if config.model_type != "llama" or not is_torchtitan_llama(self.checkpoint):
-            live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-            if self.checkpoint.tensors.keys() <= live.keys():
-                return self
-            return replace(self, checkpoint=rename_to_live(self.checkpoint, build_name_rules(model), live))
-        named = as_transformers_llama(
-            self.checkpoint, heads=config.num_attention_heads, key_value_heads=config.num_key_value_heads
-        )
-        return replace(self, checkpoint=named)
+        checkpoint = rename_from_torchtitan(self.checkpoint, model.config.to_dict())
+        live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        if not checkpoint.tensors.keys() <= live.keys():
+            checkpoint = rename_to_live(checkpoint, build_name_rules(model), live)
+        return replace(self, checkpoint=checkpoint)
 
     def rows(self) -> list[tuple[str, str]]:
         """The output of ``--resume-info``."""

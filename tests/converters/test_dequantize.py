@@ -197,19 +197,22 @@ def awq() -> Case:
     return {"quant_method": "awq", "bits": 4, "version": "gemm"}, tensors, {"a.weight": whole.T}
 
 
-def bitsandbytes(kind: str, *, nested: bool = False, columns: int = 64) -> Case:
+def bitsandbytes(
+    kind: str, *, nested: bool = False, columns: int = 64, storage: torch.dtype = torch.uint8
+) -> Case:
     """bitsandbytes' own quantization, state and dequantization on the CPU, which it would compile."""
     from bitsandbytes import functional
 
     weight = torch.randn(48, columns)
     with torch.compiler.set_stance("force_eager"):
         packed, state = functional.quantize_4bit(
-            weight, blocksize=64, quant_type=kind, compress_statistics=nested
+            weight, blocksize=64, quant_type=kind, compress_statistics=nested, quant_storage=storage
         )
         whole = functional.dequantize_4bit(packed, state)
     tensors = {"a.weight": packed}
     tensors |= {f"a.weight.{name}": value for name, value in state.as_dict(packed=True).items()}
-    return {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors, {"a.weight": whole}
+    settings = {"bnb_4bit_quant_storage": str(storage).removeprefix("torch.")}
+    return {"quant_method": "bitsandbytes", "load_in_4bit": True, **settings}, tensors, {"a.weight": whole}
 
 
 def llm_int8() -> Case:
@@ -264,6 +267,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "nf4 nested": lambda: bitsandbytes("nf4", nested=True),
     "nf4 of an odd shape": lambda: bitsandbytes("nf4", columns=63),
     "fp4": lambda: bitsandbytes("fp4"),
+    **{
+        f"nf4 in {storage}": partial(bitsandbytes, "nf4", nested=True, columns=66, storage=storage)
+        for storage in (torch.bfloat16, torch.float16, torch.float32)
+    },
     "llm.int8": llm_int8,
 }
 
@@ -287,9 +294,12 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
         found = load_file(out / "model.safetensors")
         assert set(found) == set(whole)
         for key, expected in whole.items():
-            wanted = (
-                expected.to(kind) if key not in tensors or tensors[key].dtype != expected.dtype else expected
+            stored = tensors.get(key)
+            unchanged = stored is not None and (stored.dtype, stored.shape) == (
+                expected.dtype,
+                expected.shape,
             )
+            wanted = expected if unchanged else expected.to(kind)
             assert found[key].dtype == wanted.dtype
             assert torch.equal(found[key], wanted), key
         assert "quantization_config" not in json.loads((out / "config.json").read_text())

@@ -313,6 +313,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"vocab_size": 100}, "vocab_size is 100"),
         ({"rope_scaling": None, "rope_theta": 5.0, "num_key_value_heads": 2}, ""),
         ({"unsloth_version": "1", "_name_or_path": "a/b"}, ""),
+        ({"model_type": "bloom"}, "llama.cpp's own converter: convert_hf_to_gguf.py OUT"),
     ],
 )
 def test_a_setting_that_is_unknown_or_impossible_is_one_line(
@@ -326,6 +327,50 @@ def test_a_setting_that_is_unknown_or_impossible_is_one_line(
         assert told in error_of(capsys, *argv)
     else:
         assert main([*map(str, argv), "--quiet"]) == 0 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("llama", "fp8"), ("llama", "int8"), ("llama", "int4"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "base")],
+)
+def test_quantized_weights_are_dequantized(kind: str, form: str, tmp_path: Path) -> None:
+    """The file is the same as from the dequantized checkpoint, for which transformers and llama.cpp agree."""
+    wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    saved(tmp_path / "floats", kind, wide if form == "int4" else None)
+    argv = [str(tmp_path / "floats"), str(tmp_path / "codes"), "--quiet"]
+    if form == "base":
+        write_mxfp4_experts(tmp_path / "floats", tmp_path / "codes")
+    else:
+        assert main([*argv, "--quantize", form]) == 0
+    codes = str(tmp_path / "codes")
+    assert main([codes, str(tmp_path / "x.gguf"), "--to", "gguf", "--dequantize", "float32", "--quiet"]) == 0
+    assert main([codes, str(tmp_path / "back"), "--dequantize", "float32", "--quiet"]) == 0
+    assert main([str(tmp_path / "back"), str(tmp_path / "y.gguf"), "--to", "gguf", "--quiet"]) == 0
+    assert contents(tmp_path / "x.gguf") == contents(tmp_path / "y.gguf")
+    if form == "base":
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+        assert distance(tmp_path / "x.gguf", back.eval(), tokenizer(kind)) < 2e-3
+
+
+def contents(file: Path) -> dict[str, bytes]:
+    return {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(file).tensors}
+
+
+def write_mxfp4_experts(source: Path, out: Path) -> None:
+    """Write a model with the experts in MXFP4, as OpenAI publishes GPT-OSS."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, out)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 122, dtype=torch.uint8)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (out / "config.json").write_text(json.dumps(config))
 
 
 def test_defaults_are_those_of_transformers() -> None:

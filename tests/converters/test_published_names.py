@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from converters import open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.errors import CheckpointError
-from converters.names.name_rules import get_default_rules
+from converters.names.known_words import find_unknown_names
+from converters.names.name_rules import get_default_rules, sort_naturally
 from converters.names.published import are_live, arrange_for_files, arrange_for_memory
 from converters.storage.bytes import Memory
 from converters.tensors.arranged import arrange
 from converters.tensors.tensor import Box, Tensor, View, row_major
 from tests import published_names
 from tests.converters.compare import error_of
+from tests.converters.making import written_by
 from tests.tiny_models import tiny_config, tiny_model
 
 transformers: Any = pytest.importorskip("transformers")
@@ -85,6 +88,7 @@ def check_like_transformers(model: Any) -> None:
     assert written.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert np.array_equal(written[name].read(), tensor.numpy()), name
+    assert find_unknown_names([*live, *files], rules.config) == []
     assert are_live(live, rules) == (live != files)
     assert not are_live(files, rules)
     stored = {name: split_among_ranks(name, tensor) for name, tensor in wanted.items()}
@@ -101,6 +105,24 @@ def check_like_transformers(model: Any) -> None:
 )
 def test_names_and_values_match_save_pretrained(model_type: str) -> None:
     check_like_transformers(tiny_model(model_type))
+
+
+@pytest.mark.parametrize("maker", ["some", pytest.param("every", marks=pytest.mark.exhaustive)])
+def test_sharded_checkpoints_become_like_save_pretrained(
+    maker: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """DCP, FSDP rank files, ZeRO-2 and ZeRO-3 get the names, shapes, and values of ``save_pretrained``."""
+    pytest.importorskip("deepspeed")
+    folder = written_by(f"make_types.{maker}", tmp_path_factory)
+    for model in sorted(folder.iterdir()):
+        wanted = load_file(model / "pretrained" / "model.safetensors")
+        for form in ("dcp", "fsdp-ranks", "zero2", "zero3"):
+            out = tmp_path / model.name / form
+            assert main([str(model / form), str(out), "--quiet"]) == 0
+            converted = load_file(out / "model.safetensors")
+            assert converted.keys() == wanted.keys(), (model.name, form)
+            for name, tensor in wanted.items():
+                assert torch.equal(converted[name], tensor), (model.name, form, name)
 
 
 @pytest.mark.parametrize(("model_type", "head"), COMPOSITE)
@@ -225,6 +247,155 @@ def test_config_from_keeps_old_names(tmp_path: Path) -> None:
     argv = [str(tmp_path / "dcp"), str(tmp_path / "out"), "--config-from", str(tmp_path / "base"), "--quiet"]
     assert main(argv) == 0
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == old.keys()
+
+
+TORCHTITAN = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "model.layers": "layers",
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn": "attention",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate.": "moe.router.gate.",
+    "mlp.router.": "moe.router.gate.",
+    "mlp.experts.gate_proj.weight": "moe.routed_experts.inner_experts.w1_EFD",
+    "mlp.experts.down_proj.weight": "moe.routed_experts.inner_experts.w2_EDF",
+    "mlp.experts.up_proj.weight": "moe.routed_experts.inner_experts.w3_EFD",
+    "mlp.experts.gate_up_proj_bias": "moe.routed_experts.inner_experts.mlp1_bias_EG",
+    "mlp.experts.down_proj_bias": "moe.routed_experts.inner_experts.mlp2_bias_ED",
+    "mlp.experts.gate_up_proj": "moe.routed_experts.inner_experts.mlp1_weight_EGD",
+    "mlp.experts.down_proj": "moe.routed_experts.inner_experts.mlp2_weight_EDF",
+}
+META = {**TORCHTITAN, "lm_head": "output", "attention.qkv_linear.": "attention."}
+
+
+def convert_to_torchtitan(
+    tensors: dict[str, torch.Tensor], config: Any, table: dict[str, str]
+) -> dict[str, torch.Tensor]:
+    """Convert published tensors as the ``from_hf`` methods of torchtitan's adapters do."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in sort_layers(tensors):
+        if config.model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            pairs = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2)
+            tensor = pairs.reshape(tensor.shape)
+        if config.model_type == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensor = tensor.transpose(1, 2)
+        stack_name = re.sub(r"experts\.\d+\.", "experts.", name)
+        for old, new in table.items():
+            stack_name = stack_name.replace(old, new)
+        stacks.setdefault(stack_name, []).append(tensor)
+    return {
+        name: torch.stack(parts) if "w1_" in name or "w2_" in name or "w3_" in name else parts[0].contiguous()
+        for name, parts in stacks.items()
+    }
+
+
+def sort_layers(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors in the natural order of their names."""
+    return [(name, tensors[name]) for name in sort_naturally(tensors)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "table", "form"),
+    [
+        ("llama", TORCHTITAN, "dcp"),
+        ("llama", META, "consolidated.00.pth"),
+        ("qwen3", TORCHTITAN, "dcp"),
+        ("qwen3_moe", TORCHTITAN, "dcp"),
+        ("gpt_oss", TORCHTITAN, "dcp"),
+    ],
+)
+def test_names_of_torchtitan_and_meta_become_published(
+    model_type: str, table: dict[str, str], form: str, tmp_path: Path
+) -> None:
+    model = tiny_model(model_type)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path / "base")
+    wanted = load_file(tmp_path / "base" / "model.safetensors")
+    stored = convert_to_torchtitan(wanted, model.config, table)
+    source = tmp_path / "source"
+    if form == "dcp":
+        optimizer: dict[str, Any] = {}
+        for name, tensor in stored.items():
+            optimizer |= {f"state.{name}.step": torch.tensor(3.0), f"state.{name}.exp_avg": tensor * 2}
+            optimizer |= {f"param_groups.{name}.lr": 0.5}
+        dcp_save({**stored, "optimizer": optimizer}, checkpoint_id=source, no_dist=True)
+    else:
+        source.mkdir()
+        torch.save({**stored, "rope.freqs": torch.ones(4)}, source / form)
+    argv = ["--config-from", str(tmp_path / "base"), "--quiet", "--verify"]
+    argv += ["--optimizer"] if form == "dcp" else []
+    for target in ("safetensors", "torch"):
+        out = tmp_path / target
+        assert main([str(source), str(out), "--to", target, *argv]) == 0
+        converted = {name: torch.from_numpy(t.read()) for name, t in open_checkpoint(out).tensors.items()}
+        assert converted.keys() == wanted.keys()
+        assert all(torch.equal(converted[name], tensor) for name, tensor in wanted.items())
+    live = tmp_path / "live"
+    assert main([str(source), str(live), "--names", "live", *argv]) == 0
+    assert load_file(live / "model.safetensors").keys() == model.state_dict().keys()
+    if form == "dcp":
+        states = load_file(tmp_path / "safetensors" / "optimizer.safetensors")
+        assert all(torch.equal(states[f"{name}.exp_avg"], tensor * 2) for name, tensor in wanted.items())
+        assert all(states[f"{name}.step"] == 3 for name in wanted)
+        groups = json.loads((tmp_path / "safetensors" / "optimizer.json").read_text())["param_groups"]
+        assert {name for group in groups for name in group["params"]} == wanted.keys()
+    if model_type == "llama":
+        argv = [*argv[:3], "--to", "gguf"]
+        assert main([str(source), str(tmp_path / "x.gguf"), *argv]) == 0
+        assert main([str(tmp_path / "base"), str(tmp_path / "y.gguf"), *argv]) == 0
+        x, y = (read_gguf(tmp_path / name) for name in ("x.gguf", "y.gguf"))
+        assert x.keys() == y.keys() and all(np.array_equal(x[name], y[name]) for name in x)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "layer"),
+    [
+        ("transformer.h", "attn.qkv"),  # litgpt
+        ("blocks", "attention.w_q"),  # OLMo-core
+        ("model.decoder", "pp_block.attn.qkv_proj"),  # nanotron
+        ("policy.model.layers", "self_attn.q_proj"),
+    ],
+)
+def test_names_of_other_programs_are_reported(
+    prefix: str, layer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "source").mkdir()
+    tiny_model("llama").config.save_pretrained(tmp_path / "source")
+    stored = {f"{prefix}.{i}.{layer}.weight": torch.ones(8, 8) for i in range(2)}
+    torch.save(stored, tmp_path / "source" / "pytorch_model.bin")
+    argv = [str(tmp_path / "source"), str(tmp_path / "out")]
+    assert main(argv) == 0
+    printed = capsys.readouterr()
+    assert "load it with" not in printed.out
+    assert printed.err.startswith("warning: ") and "'llama'" in printed.err
+    line = error_of(capsys, argv[0], tmp_path / "x.gguf", "--to", "gguf")
+    assert "is not a tensor name of transformers' llama" in line
+
+
+@pytest.mark.exhaustive
+def test_words_match_transformers() -> None:
+    from tests import module_words
+
+    words = json.loads(module_words.FILE.read_bytes())
+    for model_type in (*SOME, "llama", "bert", "gemma3", "whisper", "gpt_oss"):
+        assert set(words[model_type].split()) == module_words.find_words(model_type)
+
+
+def read_gguf(file: Path) -> dict[str, Any]:
+    import gguf
+
+    return {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
 
 
 def test_stack_of_too_many_experts_is_an_error() -> None:

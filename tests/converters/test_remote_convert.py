@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -9,12 +10,14 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 
 from converters import open_checkpoint, write_safetensors
 from converters.cli import main
@@ -130,6 +133,68 @@ def test_opening_fetches_headers_only(
     assert s3.count() < 20 + 4 * files and s3.count("PUT") == 0
 
 
+RANKS = 24
+
+
+def write_zero3(folder: Path) -> None:
+    """Write the rank files of a ZeRO-3 checkpoint with many ranks."""
+    shapes = {f"layers.{i}.weight": torch.Size([RANKS, 4]) for i in range(4)}
+    flat = torch.ones(16)
+    about = {"ds_config": {"zero_optimization": {"stage": 3}}, "ds_version": "0.16.0"}
+    optimizer = {
+        "zero_stage": 3,
+        "partition_count": RANKS,
+        "optimizer_state_dict": {
+            "state": {0: {"step": torch.tensor(1.0), "exp_avg": flat.clone()}},
+            "param_groups": [{"lr": 1e-4, "params": [0]}],
+        },
+        "fp32_flat_groups": [flat],
+    }
+    model = {
+        "module": {name: torch.empty(0, dtype=torch.bfloat16) for name in shapes},
+        "buffer_names": [],
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "global_steps": 1,
+        "dp_world_size": RANKS,
+        "mp_world_size": 1,
+        **about,
+    }
+    for rank in range(RANKS):
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save({"optimizer_state_dict": optimizer, **about}, folder / f"bf16_{name}_optim_states.pt")
+        torch.save(model, folder / f"{name}_model_states.pt")
+
+
+def write_shards(folder: Path) -> None:
+    """Write a safetensors checkpoint with many shards."""
+    names = {f"layers.{i}.weight": f"model-{i + 1:05}-of-{RANKS:05}.safetensors" for i in range(RANKS)}
+    for name, file in names.items():
+        safetensors.numpy.save_file({name: np.ones(8, np.float32)}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(("write", "limit"), [(write_zero3, 8 * RANKS + 20), (write_shards, RANKS + 20)])
+def test_headers_are_read_in_parallel(
+    write: Callable[[Path], None], limit: int, s3: ObjectStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    write(folder)
+    s3.put_tree(folder, "src")
+    s3.forget()
+    s3.fail(delay=0.03, method="GET")
+    checkpoint = open_checkpoint(s3.url("src"))
+    assert RANKS // 2 < s3.count() < limit and checkpoint.tensors
+    assert 8 <= s3.most_at_once <= 16
+    assert s3.count_alone < 20  # Listings and the first file, but not one request for each file.
+    s3.forget()
+    if checkpoint.optimizer is not None:
+        assert s3.count_alone < 5
+
+
 def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStore) -> None:
     total = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", THREE) == 0
@@ -173,7 +238,9 @@ def test_a_store_that_stays_away_ends_it(
     assert re.search(r"cannot read, \d+ attempts failed", said) and ".safetensors" in said
     s3.heal()
     s3.fail(status=503, method="PUT", key="out/")
-    assert re.search(r"cannot upload, \d+ attempts failed", refused(capsys, s3.url("src"), s3.url("out")))
+    assert re.search(
+        r"cannot (upload|write), \d+ attempts failed", refused(capsys, s3.url("src"), s3.url("out"))
+    )
     assert time.monotonic() - started < 60
     s3.heal()
     assert s3.names("out") == [] and s3.open_uploads() == []

@@ -19,12 +19,14 @@ from converters.formats.deepspeed.flat_layout import (
 )
 from converters.formats.deepspeed.rank_files import OptimFile, check_same, flat
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.storage.places import map_ahead
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from converters.formats.deepspeed.flat_layout import SwapFiles
+    from converters.storage.path_or_url import Place
 
 State = dict[str, dict[str, Tensor | Scalar]]
 _BASE, _OPTIMIZER = "base_optimizer_state", "optimizer_state_dict"
@@ -62,12 +64,29 @@ def build_optimizer(
     return OptimizerState(state, [named_group(group, names, ranks[0].where) for group in groups])
 
 
-def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
-    """The number of optimizer steps, equal in all groups of all ranks; None if not recorded."""
+def optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
+    """Return the number of optimizer steps, which must be the same in all groups of all ranks.
+
+    Args:
+        folder: Folder of the files.
+        stage: ZeRO stage.
+        ranks: Optimizer files of all ranks.
+        groups: Number of parameter groups.
+
+    Returns:
+        The number of steps, or None if it is not recorded.
+
+    Raises:
+        CheckpointError: If the ranks differ.
+    """
+
+    def read_steps(rank: OptimFile) -> list[float | int | None]:
+        states = _states(stage, rank, groups) or ()
+        return [number(state.get("step"), f"{rank.where}: step") for state in states]
+
     first: int | None = None
-    for rank in ranks:
-        for state in _states(stage, rank, groups) or ():
-            step = number(state.get("step"), f"{rank.where}: step")
+    for rank, steps in zip(ranks, map_ahead(folder, read_steps, ranks), strict=True):
+        for step in steps:
             if step is None:
                 continue
             if not isfinite(step):
@@ -126,10 +145,10 @@ def _group(
             continue
         values = [state[what] for state in states]
         if isinstance(first, StoredTensor) and first.shape != ():
-            pieces = [
-                piece_of(flat(value, f"{rank.where}: {what}"))
-                for rank, value in zip(ranks, values, strict=True)
-            ]
+            runs = [flat(value, f"{rank.where}: {what}") for rank, value in zip(ranks, values, strict=True)]
+            pieces = list(
+                map(piece_of, runs) if swap is None else map_ahead(swap.folder.path, piece_of, runs)
+            )
             if swap is not None and isinstance(layout, WholeParameters) and layout.length:
                 pieces = [
                     piece if piece.numel else swap.piece(rank, layout, piece.dtype, what)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from converters.formats.deepspeed.flat_layout import WholeParameters, join, piec
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
-from converters.storage.places import names_in
+from converters.storage.places import map_ahead, names_in
 from converters.storage.safe_open import child, read_small
 from converters.tensors.tensor import is_shape
 
@@ -246,8 +247,7 @@ def read_models(folder: Folder, model: ModelFile, names: Iterable[str]) -> list[
         CheckpointError: they are not of one run and step.
     """
     models, first = [model], model.records()
-    for name in names:
-        other = read_model(folder, name)
+    for other in map_ahead(folder.path, partial(read_model, folder), names):
         for what, value in other.records().items():
             check_same(other.where, what, value, first[what])
         models.append(replace(other, module={}, content={}, groups=None))

@@ -6,7 +6,7 @@ those of the files.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import plain, shown
@@ -39,6 +39,7 @@ from converters.formats.deepspeed.rank_files import (
     read_optim,
     with_model_states,
 )
+from converters.storage.places import map_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ class SavedRun:
         self.where = where = str(folder.path)
         self.experts = experts
         self.model = model
-        self.optim = [read_optim(folder, name) for name in optim.values()]
+        self.optim = list(map_ahead(folder.path, partial(read_optim, folder), optim.values()))
         first = self.optim[0]
         self.bf16_optimizer = "zero_stage" not in first.state and _FP32_SLICES in first.state
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
@@ -171,8 +172,8 @@ class SavedRun:
     def _flats(self) -> list[Flat]:
         """The fp32 masters, one flat buffer per share."""
         key = _FP32_GROUPS if self.stage == 3 else _FP32_SLICES
-        by_rank: list[list[Piece]] = []
-        for rank in self.optim:
+
+        def locate(rank: OptimFile) -> list[Piece]:
             groups = rank.state.get(key)
             if not isinstance(groups, (list, tuple)) or len(groups) != len(self.shapes):
                 count = len(groups) if isinstance(groups, (list, tuple)) else 0
@@ -181,7 +182,9 @@ class SavedRun:
                 )
             stored = [flat(group, f"{rank.where}: {key}") for group in groups]
             check_distinct(stored, rank.where)
-            by_rank.append([piece_of(group) for group in stored])
+            return [piece_of(group) for group in stored]
+
+        by_rank = list(map_ahead(self.folder.path, locate, self.optim))
         if self.stage == 3:
             self._fill_from_swap(by_rank)
         return [
@@ -264,7 +267,7 @@ class SavedRun:
                 masters[name] = tensor
         compared = self.stage != 3 and self._check_module()
         weights = with_model_states(masters, self.models, self._module, self.stage, self.world)
-        steps = optimizer_steps(self.stage, self.optim, len(self.shapes))
+        steps = optimizer_steps(self.folder.path, self.stage, self.optim, len(self.shapes))
         self._check_steps(steps, compared or len(weights.tensors) == len(masters))
         return weights
 

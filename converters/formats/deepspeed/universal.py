@@ -10,6 +10,7 @@ Source: deepspeed/checkpoint/ds_to_universal.py.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from converters.formats.deepspeed.rank_files import (
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.limits import MAX_COUNT
 from converters.storage.folder import Folder
+from converters.storage.places import map_ahead
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -239,11 +241,20 @@ class _Universal:
                 )
 
     def checkpoint(self, root: Place) -> Checkpoint:
-        masters = {name: self._parameter(name, MASTER) for name in self.shapes}
+        read = partial(self._parameter, what=MASTER)
+        masters = dict(zip(self.shapes, map_ahead(self.folder.path, read, self.shapes), strict=True))
         weights = with_model_states(masters, self.models, self.model.module, self.stage, self.world)
         about = {"ds_version": self.common.get("ds_version"), "zero_stage": self.stage}
         path = self.folder.path
         return checkpoint_of("deepspeed-universal", root, path, self.model, weights, self._optimizer, about)
+
+    def _read_state(self, key: tuple[str, str]) -> Tensor | Scalar:
+        """Read one optimizer state of a parameter."""
+        name, what = key
+        if what != _STEP:
+            return self._parameter(name, what)
+        file = f"{ZERO}/{name}/{what}{_SUFFIX}"
+        return _scalar(load_part(self.folder, file), f"{name}.{what}", str(self.folder.path / file))
 
     def _optimizer(self) -> OptimizerState | None:
         where = str(self.folder.path / COMMON)
@@ -254,16 +265,13 @@ class _Universal:
             if kind and kind != every:
                 lost = sorted(every - kind)[0]
                 raise CheckpointError(f"{self.folder.path / ZERO / name / (lost + _SUFFIX)}: missing")
-            values: dict[str, Tensor | Scalar] = {}
-            for what in sorted(kind):
-                file = f"{ZERO}/{name}/{what}{_SUFFIX}"
-                values[what] = (
-                    _scalar(load_part(self.folder, file), f"{name}.{what}", str(self.folder.path / file))
-                    if what == _STEP
-                    else self._parameter(name, what)
-                )
-            if values:
-                state[name] = values
+            if kind:
+                state[name] = {}
+        keys = [(name, what) for name, kind in zip(self.shapes, kinds, strict=True) for what in sorted(kind)]
+        for (name, what), value in zip(
+            keys, map_ahead(self.folder.path, self._read_state, keys), strict=True
+        ):
+            state[name][what] = value
         if not state:
             return None
         self._steps_of_stage3(state, where)

@@ -27,7 +27,7 @@ from converters.formats.torch_save.reader import aliases_of, in_order, split
 from converters.names.canonical import plain_names, refuse_flat_parameters
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.places import names_in
+from converters.storage.places import map_ahead, names_in
 from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor
 
@@ -123,8 +123,9 @@ class _Ranks:
 
     def _rank(self, kind: str) -> Iterator[tuple[int, Any]]:
         """(rank, content) of each file of a kind."""
-        for rank, name in sorted(self.files[kind].items()):
-            content = load(self.folder.file(name))
+        files = dict(sorted(self.files[kind].items()))
+        contents = map_ahead(self.folder.path, lambda name: load(self.folder.file(name)), files.values())
+        for (rank, name), content in zip(files.items(), contents, strict=True):
             if not isinstance(content, dict):
                 where = str(self.folder.path / name)
                 raise CheckpointError(f"{where}: not a state dict but a {type(content).__name__}")

@@ -22,6 +22,7 @@ from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.names.tied_weights import same_values
+from converters.storage.places import map_ahead
 from converters.tensors.rearranged import joined, part
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ class Ranks:
             raise CheckpointError(
                 f"{self.where}: holds {len(found)} ranks, its args say {self.tp} x {self.pp}"
             )
-        self.contents = {place: first if place == (0, 0) else self._load(place) for place in sorted(found)}
+        others = sorted(found.keys() - {(0, 0)})
+        self.contents = {
+            (0, 0): first,
+            **dict(zip(others, map_ahead(folder.path, self._load, others), strict=True)),
+        }
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
             raise CheckpointError(f"{self.where}: written by a Megatron-LM before checkpoint version 2")

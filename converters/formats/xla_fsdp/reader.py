@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ from converters.formats.xla_fsdp.optimizer import read_optimizer
 from converters.formats.xla_fsdp.shards import Layout, join, read_layouts
 from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
-from converters.storage.places import names_in
+from converters.storage.places import map_ahead, names_in
 from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ def _names(source: Source, folder: Folder) -> list[str]:
         raise CheckpointError(
             f"{folder.path}: holds rank files of several checkpoints ({one}, {other}); give one of the files"
         )
-    return [name for name in entries if not _ranked(name) and _marked(folder, name)]
+    others = [name for name in entries if not _ranked(name)]
+    marked = map_ahead(folder.path, partial(_marked, folder), others)
+    return [name for name, is_marked in zip(others, marked, strict=True) if is_marked]
 
 
 def _load(folder: Folder, name: str) -> RankFile:
@@ -152,7 +155,7 @@ def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
 
 def _open(source: Source, folder: Folder) -> Checkpoint:
     root = folder.path
-    files = [_load(folder, name) for name in _names(source, folder)]
+    files = list(map_ahead(folder.path, partial(_load, folder), _names(source, folder)))
     models = _by_rank(files, "model", root)
     optimizers = _by_rank(files, "optimizer", root)
     spare = [file.where for file in files if not file.content.keys() & {"model", "optimizer"}]

@@ -1,0 +1,76 @@
+"""Recognition of tensor names that do not belong to a model type of transformers.
+
+`module_words.json` contains the words in the tensor names of each model type, and
+`python -m tests.module_words` generates the file. A name of another program, such as
+`transformer.h.0.attn.qkv.weight` in a Llama, contains words that the model type does not have.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+_FILE = Path(__file__).with_name("module_words.json")
+
+
+@cache
+def _load_words() -> dict[str, str]:
+    words: dict[str, str] = json.loads(_FILE.read_bytes())
+    return words
+
+
+def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Find the tensor names that contain words which a model type does not have.
+
+    The last word of a name is ignored, because quantized weights add tensors such as `weight_scale`.
+
+    Args:
+        names: Names of the tensors.
+        config: The model's `config.json`.
+
+    Returns:
+        The unknown names. Empty if transformers does not implement the model type.
+    """
+    words: set[str] = set()
+    for model_type in _iterate_types(config):
+        words_of_type = _load_words().get(model_type)
+        if words_of_type is None:
+            return []
+        words.update(words_of_type.split())
+    if not words:
+        return []
+    return [
+        name
+        for name in names
+        if any(not word.isdigit() and word not in words for word in name.split(".")[:-1])
+    ]
+
+
+def find_foreign_name(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """Check whether the tensor names belong to another program than transformers.
+
+    Args:
+        names: Names of the tensors.
+        config: The model's `config.json`.
+
+    Returns:
+        The first unknown name if most names are unknown, otherwise None.
+    """
+    names = list(names)
+    unknown = find_unknown_names(names, config)
+    return unknown[0] if 2 * len(unknown) > len(names) else None
+
+
+def _iterate_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the model type of a config and of its nested configs."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        yield model_type
+    for value in config.values():
+        if isinstance(value, dict) and isinstance(value.get("model_type"), str):
+            yield value["model_type"]
