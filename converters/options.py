@@ -36,3 +36,12 @@ NAMES = ("published", "live")
 PUBLISHED = ("safetensors", "torch", "gguf")
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"
+
+
+def is_unset(value: object) -> bool:
+    """Return whether a setting of another program is null, false, or empty.
+
+    Programs write settings that a later release added, although they have no effect, so an unknown setting
+    with such a value is not an error.
+    """
+    return value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)
