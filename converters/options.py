@@ -36,6 +36,8 @@ NAMES = ("published", "live")
 PUBLISHED = ("safetensors", "torch", "gguf")
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"
+# The r, lora_alpha, and task_type of a LoRA checkpoint of verl.
+VERL_CONFIG = "lora_train_meta.json"
 
 
 def is_unset(value: object) -> bool:
