@@ -353,7 +353,7 @@ def _asked(
 
     if options.dequantize is not None and options.merge_into is None:
         checkpoint = _floats(checkpoint, options.dequantize)
-    checkpoint, adapter = _adapter(checkpoint, given, options)
+    checkpoint, adapter = _adapter(checkpoint, given, options, models)
     if given is not None and adapter is None:
         check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {options.config_from}")
     if adapter is None:
@@ -378,7 +378,10 @@ def _asked(
 
 
 def _adapter(
-    checkpoint: Checkpoint, companions: Mapping[str, Place] | None, options: argparse.Namespace
+    checkpoint: Checkpoint,
+    companions: Mapping[str, Place] | None,
+    options: argparse.Namespace,
+    models: Sequence[Place],
 ) -> tuple[Checkpoint, Adapter | None]:
     """Merge or extract the adapter in SRC, if there is one.
 
@@ -388,7 +391,6 @@ def _adapter(
     from converters.adapters.adapter import find_adapter
     from converters.adapters.config import given_config
     from converters.adapters.merging import merge
-    from converters.config_and_tokenizer_files import model_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
 
@@ -419,12 +421,15 @@ def _adapter(
         return adapter.checkpoint, adapter
     if options.optimizer:
         raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
-    where = model_from(options.merge_into)
-    itself = where.exists() and where.resolve() in (checkpoint.root.resolve(), place(options.src).resolve())
+    base_path = models[1]
+    itself = base_path.exists() and base_path.resolve() in (
+        checkpoint.root.resolve(),
+        place(options.src).resolve(),
+    )
     if itself:
         base = adapter.base_inside().with_companions(companions or {})
     else:
-        base = open_checkpoint(where, companions=companions)
+        base = open_checkpoint(base_path, companions=companions)
     if options.dequantize is not None:
         base = _floats(base, options.dequantize)
     merged = merge(adapter, base, dtype=options.dtype)

@@ -339,8 +339,10 @@ def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
         return place(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # The HTTP client raises its own exceptions.
         why = " ".join(str(error).split()) or type(error).__name__
+        # The first sentence has the reason, and the others are advice about the Python API.
+        why = re.split(r"(?<=[.!?])\s", why)[0].rstrip(".")
         raise CheckpointError(
-            f"{what}: neither a local file or folder nor available from the hub ({why[:200]}); with a "
+            f"{what}: neither a local file or folder nor available from the hub ({why}); with a "
             f"network, hf download {name} --local-dir FOLDER, and give FOLDER"
         ) from None
 

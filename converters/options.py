@@ -36,3 +36,14 @@ NAMES = ("published", "live")
 PUBLISHED = ("safetensors", "torch", "gguf")
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"
+# The r, lora_alpha, and task_type of a LoRA checkpoint of verl.
+VERL_CONFIG = "lora_train_meta.json"
+
+
+def is_unset(value: object) -> bool:
+    """Return whether a setting of another program is null, false, or empty.
+
+    Programs write settings that a later release added, although they have no effect, so an unknown setting
+    with such a value is not an error.
+    """
+    return value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)

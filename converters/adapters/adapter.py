@@ -14,7 +14,7 @@ from converters.adapters.names import FINGERPRINT, MAGNITUDE, PREFIX, TOKENS, Pa
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_beside
 from converters.errors import CheckpointError, blame
-from converters.options import ADAPTER_CONFIG
+from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
@@ -236,6 +236,8 @@ def find_adapter(
     if not known and all(part_of(key) is None for key in names):
         return None
     config = config if config is not None else find_beside(checkpoint.root, ADAPTER_CONFIG)
+    from_verl = find_beside(checkpoint.root, VERL_CONFIG) if config is None else None
+    config = config if config is not None else from_verl
     if config is None:
         if not wrapped:
             return None
@@ -249,6 +251,11 @@ def find_adapter(
     parts, others = assign(names, bias=settings.bias, wanted=name, where=checkpoint.root)
     if not parts:
         return None
+    documents: dict[str, bytes] = {}
+    if from_verl is not None:
+        modules = sorted({part.module.rpartition(".")[2] for part in parts.values() if part.kind})
+        text = json.dumps({**settings.values, "target_modules": modules}, indent=2)
+        documents = {ADAPTER_CONFIG: f"{text}\n".encode()}
     # Tied parameters are one tensor; peft saves each name.
     held = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
     saved = {key: part.saved for key, part in parts.items()}
@@ -265,7 +272,8 @@ def find_adapter(
             tensors={saved[key]: held[key] for key in parts},
             optimizer=optimizer,
             metadata=checkpoint.metadata,
-            companions={**companions, ADAPTER_CONFIG: config},
+            companions=companions if documents else {**companions, ADAPTER_CONFIG: config},
+            documents=documents,
             ties=False,
         ),
         settings,

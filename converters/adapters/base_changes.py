@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import numpy as np
 from converters.adapters.base_names import BaseNames, Found, Region
 from converters.adapters.edits import Scale, same
 from converters.errors import CheckpointError, blame
-from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
+from converters.names.tied_weights import OTHER_HEAD, find_implied_ties, same_values
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.tensors.computed import Edit
-    from converters.tensors.tensor import Array, Tensor
+    from converters.tensors.tensor import Array, Shape, Tensor
 
 # Modules of transformers whose weights have inputs as rows (`Conv1D`), and parameters of stacked experts that
 # have (`is_transposed`), by model type. It matters where a matrix is square.
@@ -38,10 +37,6 @@ INPUTS_FIRST = {
         ("gate_up_proj", "down_proj"),
     ),
 }
-_WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForPreTraining)")
-_OF_ENCODERS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
-OTHER_HEAD = "the head over the vocabulary"
-_OF_BOTH = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # Modules whose factors are kept, for a few threads: those that are written now, and those that come next.
 KEPT = 16
 
@@ -94,23 +89,7 @@ class BaseChanges:
 
     def _implied_ties(self) -> dict[str, str]:
         """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
-        architectures = self.base_config.get("architectures")
-        named = architectures[0] if isinstance(architectures, list) and architectures else None
-        names = list(self.base.tensors)
-        embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
-        if not isinstance(named, str) or len(embeddings) != 1:
-            return {}
-        owner = embeddings[0]
-        ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
-        headed = any(ends_with(name, HEADS) for name in [*names, *self.base.aliases])
-        if (
-            not headed
-            and _WITH_HEAD.fullmatch(named)
-            and self.base_config.get("tie_word_embeddings") is not False
-        ):
-            # BERT's kind calls its head by other names.
-            ties[OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
-        return ties
+        return find_implied_ties(self.base.tensors, self.base.aliases, self.base_config)
 
     def find(self, live: str) -> Found:
         with blame(self.base.root):
@@ -122,7 +101,27 @@ class BaseChanges:
                 f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "
                 "base that the adapter was trained on"
             )
+        grown = self.changes.get(found.whole or "")
+        if grown is not None and grown.source is not None and len(grown.source.shape) == len(found.shape):
+            shape = grown.source.shape
+            if shape != found.shape and found.whole is not None:
+                return Found(shape, (Region(found.whole, 0, 0, shape[0]),), found.whole)
         return found
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a tensor in the base."""
+        return self.base.tensors[self.ties.get(name, name)].shape
+
+    def count_new_rows(self, name: str) -> int | None:
+        """Return the new number of rows of a tensor, or None if the adapter does not change the number."""
+        source = self.changes.get(name, Change()).source
+        rows = None if source is None else source.shape[0]
+        return rows if rows != self.shape(name)[0] else None
+
+    def is_replaced(self, name: str) -> bool:
+        """Return whether the adapter contains the whole tensor."""
+        source = self.changes.get(name, Change()).source
+        return source is not None and any(source is tensor for tensor in self.adapter.replaced.values())
 
     def misfit(self, live: str, shape: Sequence[int], *theirs: Tensor) -> CheckpointError:
         shapes = " and ".join(str(list(tensor.shape)) for tensor in theirs)

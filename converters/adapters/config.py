@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.adapters.patterns import Matcher, PatternError
 from converters.errors import CheckpointError, printable
 from converters.limits import MAX_COUNT, MAX_PATTERNS
-from converters.options import ADAPTER_CONFIG
+from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.storage.path_or_url import place
 from converters.storage.safe_open import read_small_text
 
@@ -91,6 +91,20 @@ class AdapterConfig:
         return name if isinstance(name, str) and name else None
 
     @property
+    def peft_version(self) -> tuple[int, int] | None:
+        """The major and minor version of peft that wrote the adapter, or None if it is not known."""
+        version = self.values.get("peft_version")
+        match = (
+            re.match(r"(\d{1,4})\.(\d{1,4})(?:\.\d{1,6})?(\.dev)?", version)
+            if isinstance(version, str)
+            else None
+        )
+        # A development version may have the layout of either release.
+        if match is None or (match[3] and (int(match[1]), int(match[2])) == (0, 18)):
+            return None
+        return int(match[1]), int(match[2])
+
+    @property
     def unsupported(self) -> str | None:
         """A setting that may change what is added to a weight in a way that is not known here."""
         return next((key for key, value in self.values.items() if value and key not in KNOWN), None)
@@ -168,6 +182,10 @@ def read_config(path: Place) -> AdapterConfig:
         raise CheckpointError(f"{path}: damaged, not a table of settings")
     reader = _Reader(path, values)
     kind = values.get("peft_type")
+    if path.name == VERL_CONFIG and kind is None:
+        kind = "LORA"
+        values = {"peft_type": kind, "target_modules": None, **values}
+        reader = _Reader(path, values)
     if kind not in TYPES:
         shown = printable(kind)[:40]
         raise CheckpointError(f"{path}: peft_type {shown!r} is not supported ({', '.join(TYPES)} are)")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.adapters.base_changes import KEPT, OTHER_HEAD, BaseChanges, Change, whole
+from converters.adapters.base_changes import KEPT, BaseChanges, Change, whole
 from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
@@ -22,7 +22,7 @@ from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
-from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with
+from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, ends_with
 from converters.quantization.dequantize import quantization_of
 from converters.storage.safe_open import read_small_table
 from converters.tensors.computed import grown
@@ -101,9 +101,12 @@ def _apply(on: BaseChanges) -> None:
             _ia3(on, module)
     else:
         _train_tokens(on)  # first: LoRA's layer has the one with the tokens inside it
-        _LoraChanges(on).apply()
+    # Before LoRA, because peft saves the resized table inside the layer that LoRA wraps.
     for (module_name, leaf), tensor in on.adapter.replaced.items():
         _replace(on, module_name, leaf, tensor)
+    if on.config.type != "IA3":
+        _LoraChanges(on).apply()
+    _check_resized_tables(on)
 
 
 def check_mergeable(adapter: Adapter) -> None:
@@ -260,6 +263,31 @@ def _replace(on: BaseChanges, module: str, leaf: str, tensor: Tensor) -> None:
             on.without_bias(module)
 
 
+def _check_resized_tables(on: BaseChanges) -> None:
+    """Refuse an adapter that contains one of the tables of a resized vocabulary, but not the other.
+
+    Raises:
+        CheckpointError: If the embedding or the head keeps the number of rows of the base.
+    """
+    names = [*on.base.tensors, *(alias for alias in on.ties if alias != OTHER_HEAD)]
+    tables = [name for name in names if ends_with(name, (*EMBEDDINGS, *HEADS))]
+    resized = {name: rows for name in tables if (rows := on.count_new_rows(name)) is not None}
+    for name, rows in resized.items():
+        for other in tables:
+            if other in resized or on.shape(other)[0] != on.shape(name)[0]:
+                continue
+            is_tied = on.ties.get(other, other) == on.ties.get(name, name)
+            if is_tied and not _is_saved(on, name.removesuffix(".weight")):
+                continue  # peft saves a tied table once
+            if is_tied and (on.config.tie or not on.is_replaced(name)):
+                continue
+            raise CheckpointError(
+                f"{on.adapter.root}: contains {name!r} with {rows:,} rows, but not {other!r}, which has "
+                f"{on.shape(other)[0]:,} rows in {on.base.root}; save the adapter with "
+                "save_embedding_layers=True"
+            )
+
+
 def _is_saved(on: BaseChanges, module: str) -> bool:
     """Whether `modules_to_save` names this module, or one that it is in."""
     saved = on.config.values.get("modules_to_save")
@@ -381,9 +409,29 @@ class _LoraChanges:
             return None
         inputs, outputs = left.shape[1], right.shape[0]
         if inputs == outputs and found.shape[-2:] == (inputs, outputs):
-            return count > 1 and self.on.inputs_first(leaf)
+            return len(found.shape) == 3 and self._has_inputs_first(f"{path}.{leaf}")
         fits = {(outputs, inputs): False, (inputs, outputs): len(found.shape) == 3 or None}
         return fits.get((found.shape[-2], found.shape[-1]))
+
+    def _has_inputs_first(self, live: str) -> bool:
+        """Return whether the factors of a stack of square matrices have the inputs as rows.
+
+        peft before 0.19 takes the second dimension of a stack as the inputs, in all models.
+
+        Raises:
+            CheckpointError: If the factors could be of either layout.
+        """
+        inputs_first = self.on.inputs_first(live.rpartition(".")[2])
+        version = self.on.config.peft_version
+        if inputs_first or (version is not None and version < (0, 19)):
+            return True
+        if version is None:
+            raise CheckpointError(
+                f"{self.on.config.path}: peft_version is not recorded, and the factors of {live} fit in two "
+                "ways, because peft before 0.19 stores them the other way round; add the peft_version that "
+                "wrote the adapter"
+            )
+        return False
 
     def _stacked(self, live: str, found: Found, pair: Pair, *, transposed: bool) -> None:
         left, right, _ = pair

@@ -25,6 +25,7 @@ _MODULES = (
     "converters.formats.deepspeed.reader",
     "converters.formats.xla_fsdp.reader",
     "converters.formats.fsdp_ranks.reader",
+    "converters.formats.torch_checkpointing",
     "converters.formats.orbax.reader",
     "converters.formats.torch_save.reader",
     "converters.formats.dcp_safetensors",

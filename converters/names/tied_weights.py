@@ -6,14 +6,15 @@ store both names; an alias is dropped only if its values equal the owner's bit f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.limits import MAX_TIED_PAIRS
 from converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
@@ -44,7 +45,39 @@ _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _ENDS = tuple({end for alias, owners in _PAIRS for end in (alias, *owners)})
 HEADS = tuple(alias for alias, owners in _PAIRS if set(EMBEDDINGS) <= set(owners) or alias == "output.weight")
+OTHER_HEAD = "the head over the vocabulary"
+"""Name for the head of models whose heads have several names, such as BERT."""
+_WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForPreTraining)")
+_OF_ENCODERS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
+_OF_BOTH = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _BLOCK = 1 << 20
+
+
+def find_implied_ties(
+    names: Iterable[str], aliases: Iterable[str], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Find the parameters that share the embedding's weights, although the files do not contain their names.
+
+    Args:
+        names: Names of the stored tensors.
+        aliases: Names of the tied tensors that are not stored.
+        config: The model's `config.json`.
+
+    Returns:
+        The owner of each alias.
+    """
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    names = list(names)
+    embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
+    if not isinstance(architecture, str) or len(embeddings) != 1:
+        return {}
+    owner = embeddings[0]
+    ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
+    has_head = any(ends_with(name, HEADS) for name in [*names, *aliases])
+    if not has_head and _WITH_HEAD.fullmatch(architecture) and config.get("tie_word_embeddings") is not False:
+        ties[OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
+    return ties
 
 
 def resolve_ties(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
 from converters.limits import MAX_JSON_TENSOR
-from converters.options import DTYPES
+from converters.names.code_names import is_code
+from converters.options import DTYPES, is_unset
 from converters.storage.safe_open import read_small_table
 from converters.tensors import dequantized as made
-from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -101,14 +101,15 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
         )
     read, known = METHODS[method]
     where = f"{checkpoint.root}: {KEY} of {method}"
-    if unknown := sorted(settings.keys() - known - _HARMLESS):
+    used = {key for key, value in settings.items() if not is_unset(value)}
+    if unknown := sorted(used - known - _HARMLESS):
         raise CheckpointError(f"{where}: {printable(unknown[0])} is not known, and may change the weights")
     weights = _Weights(checkpoint.tensors, str(DTYPES[dtype]))
     read(weights, settings, where)
     kept = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
     for name, tensor in kept.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
-        if (tensor.dtype in QUANTIZED and codes) or _OF_WEIGHTS.fullmatch(name):
+        if (codes and is_code(name, tensor, checkpoint.tensors)) or _OF_WEIGHTS.fullmatch(name):
             raise CheckpointError(f"{where}: {printable(name)} belongs to no weight that is known")
     order = [*checkpoint.tensors, *weights.made]
     tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}
@@ -165,7 +166,7 @@ def block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | Non
 
 def _only(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
     """Refuse a value that changes what the stored codes mean."""
-    if key in settings and settings[key] not in allowed:
+    if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
         raise CheckpointError(f"{where}: {key} {printable(repr(settings[key]))} is not one of {values}")
 

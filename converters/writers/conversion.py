@@ -21,6 +21,7 @@ from isal import isal_zlib
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.limits import MAX_GROUP_VALUES
+from converters.names.code_names import find_quantized_modules
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.output_file import FLUSH_BYTES
@@ -28,7 +29,7 @@ from converters.storage.path_or_url import in_store
 from converters.storage.places import files_below, side_by_side
 from converters.storage.safe_open import open_regular
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
-from converters.tensors.dtypes import QUANTIZED, itemsize
+from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
@@ -206,10 +207,7 @@ def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) 
         tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
     # Except for biases, do not cast tensors that are next to or nested under a quantized weight, because they
     # may be its scales.
-    quantized_weights = [
-        name for name, tensor in tensors.items() if tensor.dtype in QUANTIZED and tensor.shape
-    ]
-    quantized_modules = {*quantized_weights, *(name.rpartition(".")[0] for name in quantized_weights)}
+    quantized_modules = find_quantized_modules(tensors)
 
     def choose_dtype(name: str, tensor: Tensor) -> str:
         module, _, leaf = name.rpartition(".")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from converters.config_and_tokenizer_files import small_files
 from converters.errors import CheckpointError
 from converters.formats.dcp.reader import read_tensors
+from converters.names.tied_weights import OTHER_HEAD, find_implied_ties
+from converters.storage.safe_open import read_small_table
 from converters.tensors.dtypes import TO_TORCH
 from converters.writers.conversion import (
     Choices,
@@ -72,12 +74,20 @@ def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> Plan:
         small = []
         files.append(PlannedFile(name, tuple(parts)))
     tensors = {entry.name: entry for entry in entries}
-    for alias, owner in checkpoint.aliases.items():  # two keys of the same bytes
+    # A tied parameter has two keys with the same bytes, because `dcp.load` needs all keys of the state dict.
+    for alias, owner in {**_find_missing_aliases(checkpoint), **checkpoint.aliases}.items():
         held, key = f"model.{owner}", f"model.{alias}"
         paths[key], positions[key], tensors[key] = ("model", alias), positions[held], tensors[held]
     documents, companions = small_files(checkpoint, model)
     documents = {".metadata": pickle(_metadata(tensors, paths, positions)), **documents}
     return Plan(tuple(files), documents, companions, read_tensors)
+
+
+def _find_missing_aliases(checkpoint: Checkpoint) -> dict[str, str]:
+    """Find the tied parameters that published files leave out, although the model's state dict has them."""
+    config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+    ties = find_implied_ties(checkpoint.tensors, checkpoint.aliases, config)
+    return {alias: owner for alias, owner in ties.items() if alias != OTHER_HEAD}
 
 
 def _metadata(

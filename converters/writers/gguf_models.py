@@ -14,6 +14,7 @@ from math import pi, sqrt
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.errors import CheckpointError
+from converters.options import is_unset
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -318,7 +319,7 @@ class _Table:
     def finish(self, ignored: Container[str] = ()) -> None:
         """Refuse what nothing has taken."""
         for name in sorted(self._left):
-            if name not in ignored:
+            if name not in ignored and not is_unset(self.values.get(name)):
                 self.refuse(name, "not known to --to gguf; remove it if it changes no logits")
 
 

@@ -99,7 +99,9 @@ def plan_adapter(adapter: Adapter, choices: Choices) -> Plan:
     recorded = adapter.base_fingerprint
     about = {} if recorded is None else {FINGERPRINT: recorded}
     files = [_file(ADAPTER, model_entries(checkpoint, choices.dtype), about)]
-    return _with_optimizer(checkpoint, files, {}, checkpoint.companions, wanted=choices.optimizer)
+    return _with_optimizer(
+        checkpoint, files, dict(checkpoint.documents), checkpoint.companions, wanted=choices.optimizer
+    )
 
 
 def _with_optimizer(

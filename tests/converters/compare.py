@@ -67,7 +67,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 2) -
 
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
     """What torch, or Orbax, would have saved under this name had the run been another."""
-    if path.name == ".metadata":
+    if path.name in (".metadata", "metadata.pkl"):
         value = pickle.loads(path.read_bytes())  # noqa: S301 - what torch wrote a moment ago
         change(value)
         path.write_bytes(pickle.dumps(value))

@@ -17,6 +17,8 @@ def made(fixture: str) -> Any:
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if fixture in OF_DEEPSPEED:
             pytest.importorskip("deepspeed")
+        if fixture == "written_items":
+            pytest.importorskip("torch_checkpointing")
         return written_by(MAKERS[fixture], tmp_path_factory)
 
     return pytest.fixture(folder, scope="session", name=fixture)
@@ -27,6 +29,7 @@ written, written_ranks = made("written"), made("written_ranks")
 deepspeed_written, deepspeed_parallel = made("deepspeed_written"), made("deepspeed_parallel")
 deepspeed_nvme, universal_loads = made("deepspeed_nvme"), made("universal_loads")
 adapters, written_megatron = made("adapters"), made("written_megatron")
+written_items = made("written_items")
 
 
 @pytest.fixture(scope="session")

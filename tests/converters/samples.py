@@ -27,6 +27,7 @@ MAKERS = {
     "deepspeed_written": "make_deepspeed",
     "deepspeed_parallel": "make_deepspeed_parallel",
     "written_megatron": "make_megatron",
+    "written_items": "make_torch_checkpointing",
     "deepspeed_nvme": "make_deepspeed.nvme",
     "universal_loads": "make_universal_loads",
     "adapters": "make_adapters",
@@ -65,7 +66,11 @@ class Sample:
         return "deepspeed" if self.fixture.startswith("deepspeed") else _NEEDS.get(self.fixture, "torch")
 
 
-_NEEDS = {"written_xla": "torch_xla", "written_megatron": "megatron"}
+_NEEDS = {
+    "written_xla": "torch_xla",
+    "written_megatron": "megatron",
+    "written_items": "torch_checkpointing",
+}
 
 
 def _no_checksum(path: Path) -> list[Span]:
@@ -78,6 +83,11 @@ def _between_nodes(path: Path) -> list[Span]:
     if path.name == "_METADATA":
         return [(0, path.stat().st_size)]
     return unchecked_spans(path.read_bytes()) if path.parent.name == "d" else []
+
+
+def _metadata_of_items(path: Path) -> list[Span]:
+    """`metadata.pkl` has no checksum, and some of its values are not used, such as the strides."""
+    return [(0, path.stat().st_size)] if path.name == "metadata.pkl" else []
 
 
 def _any(left: Path, right: Path) -> bool:
@@ -112,6 +122,14 @@ _WRITTEN = [
         *("megatron-core", "megatron-core", "written_megatron", "core-llama-tied-2x1"),
         untouched=("metadata.json",),
     ),
+    *(
+        Sample(
+            *(f"torch-checkpointing-{run}", "torch-checkpointing", "written_items", run),
+            unchecked=_metadata_of_items,
+            untouched=tuple(f"step_{rank}.pt" for rank in range(4)),
+        )
+        for run in ("fsdp2-3", "tensor-parallel-4")
+    ),
     *(Sample(f"xla-{run}", "xla-fsdp", "written_xla", run) for run in ("flat3", "dim3")),
     *(
         Sample(name, kind, fixture, folder, unchecked=_no_checksum, same_layout=_any)
@@ -119,6 +137,10 @@ _WRITTEN = [
             ("dcp-safetensors-two-files", "dcp-safetensors", "written", "safetensors/two-files"),
             ("dcp-safetensors-consolidated", "dcp-safetensors", "written", "safetensors/consolidated"),
             ("orbax-zarr", "orbax", "orbax_samples", "zarr"),
+            *(
+                ("torch-checkpointing-safetensors", "torch-checkpointing", "written_items", run)
+                for run in ("fsdp2-3-safetensors",)
+            ),
         )
     ),
     Sample(

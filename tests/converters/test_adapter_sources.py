@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 
 from converters import fingerprint, open_checkpoint
 from converters.cli import main
@@ -46,6 +48,34 @@ def test_merges_into_the_base_that_lies_in_the_same_checkpoint(
     ours, theirs = load_file(out / "model.safetensors"), load_file(beside / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(ours[key].tobytes() == value.tobytes() for key, value in theirs.items())
+
+
+def test_settings_of_verl(tmp_path: Path) -> None:
+    """verl stores r and lora_alpha in `lora_train_meta.json`, next to the rank files of the whole model."""
+    torch.manual_seed(0)
+    module = "model.layers.0.self_attn.q_proj"
+    base = {"model.norm.weight": torch.randn(8), f"{module}.weight": torch.randn(8, 8)}
+    factors = {"lora_A": torch.randn(4, 8), "lora_B": torch.randn(8, 4)}
+    state = {
+        "base_model.model.model.norm.weight": base["model.norm.weight"],
+        f"base_model.model.{module}.base_layer.weight": base[f"{module}.weight"],
+        **{f"base_model.model.{module}.{name}.default.weight": value for name, value in factors.items()},
+    }
+    actor = tmp_path / "global_step_10" / "actor"
+    actor.mkdir(parents=True)
+    torch.save(state, actor / "model_world_size_1_rank_0.pt")
+    (actor / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 32, "task_type": "CAUSAL_LM"}')
+    assert main([str(actor), str(tmp_path / "adapter"), "--quiet"]) == 0
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert written.keys() == {f"base_model.model.{module}.{name}.weight" for name in factors}
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["target_modules"]) == ("LORA", 4, ["q_proj"])
+    save_file(base, tmp_path / "base.safetensors")
+    argv = [str(tmp_path / "out"), "--merge-into", str(tmp_path / "base.safetensors"), "--quiet"]
+    assert main([str(actor), *argv]) == 0
+    merged = load_file(tmp_path / "out" / "model.safetensors")[f"{module}.weight"]
+    wanted = base[f"{module}.weight"] + 32 / 4 * factors["lora_B"] @ factors["lora_A"]
+    torch.testing.assert_close(torch.from_numpy(merged), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_the_optimizer_comes_along_under_the_names_of_the_adapter(adapters: Path, tmp_path: Path) -> None:

@@ -41,6 +41,11 @@ TRUTHS: dict[str, dict[str, Any]] = {
             *("fsdp1-mesh-3", "fsdp1-plain-3", "fsdp1-originals-3"),
         )
     },
+    "written_items": {
+        f"{run}{form}": (f"{run}{form}", int(run[-1]), None)
+        for run in ("fsdp2-1", "fsdp2-3", "tensor-parallel-4")
+        for form in ("", "-safetensors")
+    },
     "written_xla": {
         run: (run, ranks, None)
         for run, ranks in (
@@ -74,6 +79,7 @@ TRUTHS: dict[str, dict[str, Any]] = {
 FORMATS = {
     "written": "dcp",
     "written_ranks": "fsdp-ranks",
+    "written_items": "torch-checkpointing",
     "written_xla": "xla-fsdp",
     "deepspeed_written": "deepspeed",
     "deepspeed_parallel": "deepspeed",
@@ -164,6 +170,28 @@ def chunk(metadata: Any, name: str) -> Any:
 
 def described(metadata: Any) -> Any:
     return metadata.state_dict_metadata[WEIGHT]
+
+
+def tensors_of(table: dict[str, Any]) -> dict[str, Any]:
+    """The tensors that torch_checkpointing lists of the model."""
+    tensors: dict[str, Any] = table["metadata"]["model"]["nested_path_to_metadata"]
+    return tensors
+
+
+def group_of(table: dict[str, Any]) -> list[Any]:
+    groups: list[Any] = tensors_of(table)['["brain.weight"]']
+    return groups
+
+
+def layout_of(table: dict[str, Any]) -> dict[str, Any]:
+    layout: dict[str, Any] = group_of(table)[0]["sharding_metadata"]["data"]
+    return layout
+
+
+def name_file(table: dict[str, Any], name: str) -> None:
+    """Name the file of the model on rank 1."""
+    layout = {"file_path": name, "serialization_format": {"type": "TorchSerialization"}}
+    table["metadata"]["model"]["rank_to_layout_info"][1] = layout
 
 
 def args(**settings: Any) -> Callable[[Any], None]:
@@ -307,6 +335,40 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
         ("fsdp2-2", "model_world_size_2_rank_1.pt"): [
             (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another")
+        ],
+    },
+    "written_items": {
+        ("fsdp2-3", "model_1.pt"): [
+            (None, "No such file"),
+            (Swap("model_0.pt"), "was written by rank 1, not 0"),
+            ("fsdp2-1/model_0.pt", "was written by rank 0, not 1"),
+        ],
+        ("fsdp2-3", "metadata.pkl"): [
+            (lambda table: layout_of(table).update(dtype="torch.float16"), "metadata.pkl says F16"),
+            (lambda table: layout_of(table).update(global_shape=[1 << 60, 13]), "metadata.pkl says BF16"),
+            (
+                lambda table: layout_of(table).update(dtype="torch.strange"),
+                "'torch.strange' is not supported",
+            ),
+            (lambda table: table.update(world_size=1 << 60), "world_size is 1152921504606846976"),
+            (lambda table: table.update(world_size=4), "does not list the files of 4 ranks"),
+            (lambda table: table.update(version="1.0"), "has version '1.0', not 2.0"),
+            (lambda table: name_file(table, "../other.pt"), "leaves the checkpoint folder"),
+            (lambda table: name_file(table, "model_0.pt"), "lists one file twice"),
+            (lambda table: tensors_of(table).pop('["brain.weight"]'), "metadata.pkl does not list"),
+            (lambda table: table.update(evil=Evil()), r"io\.open"),
+        ],
+        ("fsdp2-3-safetensors", "metadata.pkl"): [
+            (lambda table: layout_of(table).update(global_shape=[6, 13]), "brain.weight"),
+            (lambda table: layout_of(table).update(global_shape=[4, 13]), "brain.weight"),
+            (lambda table: layout_of(table)["placements"][0].update(dim=7), "Shard is not supported"),
+            (
+                lambda table: layout_of(table)["placements"][0].update(type="Partial"),
+                "Partial is not supported",
+            ),
+            (lambda table: layout_of(table)["mesh_spec"].update(mesh_data=(0, 1, 1)), "each rank once"),
+            (lambda table: tensors_of(table).update({'["gone"]': group_of(table)}), "'gone' is missing"),
+            (lambda table: tensors_of(table).pop('["brain.weight"]'), "metadata.pkl does not list"),
         ],
     },
     "written_universal": {

@@ -301,7 +301,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"new_switch": None}, "new_switch null: not known"),
+        ({"new_switch": 1}, "new_switch 1: not known"),
+        ({"new_switch": None, "new_list": [], "new_flag": False}, ""),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling differs"),
         ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0: it must be above"),

@@ -280,6 +280,55 @@ def test_a_new_head_and_a_resized_embedding(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tied", "settings", "missing"),
+    [
+        *((tied, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, "") for tied in (False, True)),
+        *((tied, {"modules_to_save": ["embed_tokens"]}, "lm_head.weight") for tied in (False, True)),
+        (False, {"modules_to_save": ["lm_head"]}, "model.embed_tokens.weight"),
+    ],
+    ids=str,
+)
+def test_adapters_of_a_resized_model(
+    tied: bool, settings: dict[str, Any], missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """peft saves the resized tables below LoRA's layers; an adapter without one of them is refused."""
+    pair = Pair(tmp_path, tiny_model("llama", tie_word_embeddings=tied), lora(**settings))
+    model = pair.load(pair.base)
+    model.resize_token_embeddings(391)
+    trained = peft.get_peft_model(model, lora(**settings)).eval()
+    shake(trained)
+    trained.save_pretrained(pair.adapter, save_embedding_layers=not missing)
+    if missing:
+        assert f"but not '{missing}', which has 384 rows" in refused(pair, capsys)
+    else:
+        assert_same_logits(pair.merge(), trained)
+
+
+@pytest.mark.parametrize("version", ["0.18.1", "0.21.2", None])
+def test_layouts_of_factors_of_square_experts(
+    version: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """peft before 0.19 stores the factors of a stack the other way round, which shapes do not show."""
+    model = tiny_model("qwen3_moe")
+    model = tiny_model("qwen3_moe", moe_intermediate_size=model.config.hidden_size // 2)
+    pair = Pair(tmp_path, model, lora(target_modules=[], target_parameters=EXPERTS[:1]))
+    file, config = pair.adapter / "adapter_model.safetensors", pair.adapter / "adapter_config.json"
+    if version == "0.18.1":
+        tensors = load_file(file)
+        for name in [name for name in tensors if "lora_A" in name]:
+            other = name.replace("lora_A", "lora_B")
+            first, second = tensors[name].unflatten(0, (-1, 3)), tensors[other].unflatten(1, (3, -1))
+            tensors[name] = second.permute(2, 1, 0).flatten(0, 1).contiguous()
+            tensors[other] = first.permute(2, 1, 0).flatten(1).contiguous()
+        save_file(tensors, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"peft_version": version}))
+    if version is None:
+        assert "peft_version is not recorded" in refused(pair, capsys)
+    else:
+        assert_same_logits(pair.merge(), pair.trained)
+
+
 def refused(pair: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     """The one line of a refusal, after which nothing was written."""
     err = error_of(capsys, pair.adapter, pair.out, "--merge-into", pair.base, *more)

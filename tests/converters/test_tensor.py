@@ -208,7 +208,15 @@ def test_scales_of_quantized_weights_keep_their_dtype_and_losses_are_told(
         "nf4.weight.quant_state.bitsandbytes__nf4": torch.ones(8, dtype=torch.uint8),
     }
     wide = torch.tensor([1e6, 1.0, float("nan"), -1e6, 1e-30, float("inf"), 0.0])
-    cast = {"gptq.bias": torch.rand(8), "attn.table": wide}
+    cast = {
+        "gptq.bias": torch.rand(8),
+        "attn.table": wide,
+        "moe.weight": torch.rand(4),
+        "seq.bias": torch.rand(4),
+    }
+    # Integer buffers do not make their modules quantized.
+    beside["moe.hash_table"] = torch.ones(4, 4, dtype=torch.uint8)
+    beside["seq.mask"] = torch.ones(4, dtype=torch.int8)
     save_file({**kept, **beside, **cast, "attn.index": torch.arange(4)}, tmp_path / "model.safetensors")
     assert main([str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -338,6 +338,10 @@ def with_model_states(
     model = files[0]
     tensors = {**masters, **_frozen(files, stage, world)}
     aliases: dict[str, str] = {}
+    # `exclude_frozen_parameters` leaves out a frozen parameter, but not the other names of a tied one.
+    excluded = {
+        alias for alias, owner in model.shared.items() if owner not in tensors and owner not in module
+    }
     for alias, owner in model.shared.items():
         # Parameters without elements share an address without being tied.
         if owner not in tensors or not tensors[owner].numel:
@@ -352,6 +356,8 @@ def with_model_states(
         if name in tensors or name in aliases or not isinstance(value, StoredTensor):
             continue
         if stage == 3 and name not in model.buffers and not prod(value.shape):
+            if name in excluded and model.frozen is None:
+                continue
             raise CheckpointError(f"{model.where}: names {name!r}, whose values were not saved")
         tensors[name] = as_tensor(value, name)
     missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)

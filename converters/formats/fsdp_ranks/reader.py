@@ -22,7 +22,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.fsdp_ranks.flat import Copies, is_flat, read_flat
 from converters.formats.fsdp_ranks.sharded import Sharded, boxes, load
-from converters.formats.torch_save.optimizer import read_optimizer
+from converters.formats.torch_save.optimizer import Leaf, read_optimizer
 from converters.formats.torch_save.reader import aliases_of, in_order, split
 from converters.names.canonical import plain_names, refuse_flat_parameters
 from converters.storage.bytes import Memory
@@ -75,7 +75,7 @@ class Parts:
 
     def __init__(self, first: Sharded, where: str) -> None:
         self.dtype, self.shape, self.where = first.dtype, first.shape, where
-        self.view: StoredTensor | None = None
+        self.view: Leaf | None = None
         self.boxes: dict[str, Box] = {}
         # Of all ranks: more than the boxes where there are replicas.
         self.parts = 0
@@ -88,7 +88,8 @@ class Parts:
                 self.parts += 1
                 self.view = self.view or stored
                 # As text: numbers can be chosen to collide.
-                self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, stored.view))
+                view = stored.view if isinstance(stored, StoredTensor) else stored.boxes[0].view
+                self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, view))
 
     def tensor(self) -> Tensor:
         if not prod(self.shape):
@@ -145,7 +146,7 @@ class _Ranks:
         found, _, counted = split(_finished(merged, made), self.where)
         tensors: dict[str, Tensor] = plain_names(found, where=self.where)
         sharded = {name: made[id(tensor)] for name, tensor in tensors.items() if id(tensor) in made}
-        views = {name: part.view for name, part in sharded.items() if part.view is not None}
+        views = {name: part.view for name, part in sharded.items() if isinstance(part.view, StoredTensor)}
         replicas = any(part.parts > len(part.boxes) for part in sharded.values())
 
         def optimizer(aliases: Aliases) -> OptimizerState | None:

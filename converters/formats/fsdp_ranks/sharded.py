@@ -10,12 +10,12 @@ torch/distributed/device_mesh.py, _mesh_layout.py, torch/distributed/_shard/shar
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.containers.pickle_reader import Global, Instance, inert_members, members_of
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from converters.errors import CheckpointError
-from converters.formats.torch_save.optimizer import as_tensor
+from converters.formats.torch_save.optimizer import Leaf, as_tensor
 from converters.limits import MAX_COUNT
 from converters.tensors.dtypes import FROM_TORCH
 from converters.tensors.tensor import is_shape
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from converters.containers.pickle_reader import Standin
     from converters.storage.bytes import SourceFile
+    from converters.tensors.tensor import Tensor
 
 Dims = tuple[int, ...]
 
@@ -42,6 +43,18 @@ class Sharded:
         self.dtype = dtype
         self.shape = shape
         self.state = state
+
+
+class Placed(NamedTuple):
+    """A part whose position in the tensor is known: the `state` of a `Sharded` that is not from a pickle.
+
+    Attributes:
+        offsets: Start index of the part along each dimension.
+        part: The elements.
+    """
+
+    offsets: Dims
+    part: Tensor
 
 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -79,12 +92,14 @@ def load(file: SourceFile) -> Any:
     return archive.load(STANDINS, PREFIXES)
 
 
-def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredTensor]]:
+def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
     """(offsets, part) of each part of the tensor in this rank's file; a replica's are those of its original.
 
     Raises:
         CheckpointError: the part's shape is not what its placements make it, or they are not supported.
     """
+    if isinstance(value.state, Placed):
+        return [value.state]
     if value.kind == _SHARDED_TENSOR:
         return _recorded(value, rank, where)
     if value.kind != "DTensor":
@@ -95,6 +110,9 @@ def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredTenso
     placements, mesh = _fields(spec).get("placements"), _fields(spec).get("mesh")
     if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
         raise CheckpointError(f"{where}: damaged, a DTensor without its part or placements")
+    writer = _fields(mesh).get("_rank")
+    if type(writer) is int and writer != rank:
+        raise CheckpointError(f"{where}: was written by rank {writer}, not {rank}")
     sizes, place = _place_in_mesh(mesh, rank, where)
     if len(placements) != len(sizes):
         raise CheckpointError(f"{where}: damaged, {len(placements)} placements on a mesh of {len(sizes)}")
@@ -212,7 +230,48 @@ def _cuts(placement: Any, dim: int, dims: int) -> bool:
     return type(found) is int and -dims <= found < dims and found % dims == dim
 
 
-def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredTensor]]:
+def locate_part(
+    shape: Dims,
+    mesh_sizes: Dims,
+    mesh_ranks: Dims,
+    placements: Sequence[Mapping[str, Any]],
+    rank: int,
+    where: str,
+) -> tuple[Dims, Dims]:
+    """Compute the position of a rank's part from placements that are tables.
+
+    Args:
+        shape: Shape of the tensor.
+        mesh_sizes: Size of each dimension of the device mesh.
+        mesh_ranks: Rank at each position of the mesh, flattened.
+        placements: For each dimension of the mesh, a table with `type` (`Shard`, `StridedShard`, or
+            `Replicate`), `dim`, and `split_factor`.
+        rank: Rank of the part.
+        where: Tensor and file, used in error messages.
+
+    Returns:
+        Offsets and sizes of the part.
+
+    Raises:
+        CheckpointError: If the rank is not in the mesh, or if a placement is not supported.
+    """
+    if rank not in mesh_ranks or len(placements) != len(mesh_sizes):
+        raise CheckpointError(f"{where}: damaged, its mesh does not fit its placements or its rank {rank}")
+    position = mesh_ranks.index(rank)
+    place = []
+    for size in reversed(mesh_sizes):
+        place.append(position % size)
+        position //= size
+    records = []
+    for placement in placements:
+        kind = placement.get("type")
+        record = Instance("_StridedShard" if kind == "StridedShard" else f"{kind}"[:60], ())
+        record.state = dict(placement)
+        records.append(record)
+    return _local(shape, mesh_sizes, tuple(reversed(place)), records, where)
+
+
+def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
     """The parts of a ShardedTensor, which records where they lie."""
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
@@ -220,7 +279,7 @@ def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredT
     group = _fields(state[2])
     if group.get("global_rank") != rank:
         raise CheckpointError(f"{where}: was written by rank {group.get('global_rank')}, not {rank}")
-    found: list[tuple[Dims, StoredTensor]] = []
+    found: list[tuple[Dims, Leaf]] = []
     for part in state[0]:
         stored, told = _fields(part).get("tensor"), _fields(_fields(part).get("metadata"))
         offsets, sizes = told.get("shard_offsets"), told.get("shard_sizes")

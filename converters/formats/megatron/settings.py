@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import Global, shown
 from converters.errors import CheckpointError
+from converters.options import is_unset
 from converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def check_args(fields: Mapping[str, Any], config: Place | None, where: str) -> N
     """
     for name, value in fields.items():
         value = value.key.rpartition(".")[2] if isinstance(value, Global) else value
-        off = value is None or value == 0 or value == "" or value in ([], ())
+        off = is_unset(value) or value == 0
         known = _READ.fullmatch(name) or _HARMLESS.fullmatch(name) or value in _ALLOWED.get(name, ())
         if not off and not known:
             raise CheckpointError(f"{where}: a Megatron model with {name}={shown(value)} is not supported")

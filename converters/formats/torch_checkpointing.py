@@ -1,0 +1,417 @@
+"""Folders of `torch_checkpointing`, the checkpoint library of torchtitan 0.3 and later.
+
+`metadata.pkl` is a pickled table of the items (model, optimizer, ...) with the file of each rank, and with
+the shape, device mesh and placements of each sharded tensor. A rank's file is `<item>_<rank>.pt` unless the
+table names another file. It is a `torch.save` file of DTensors, or a safetensors file of the rank's parts,
+whose positions follow from the table.
+
+Source: torch_checkpointing/distributed_metadata.py, dtensor_metadata.py, checkpoint_layout.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from converters.checkpoint import Checkpoint
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.containers.pickle_reader import plain, shown, unpickle
+from converters.containers.shard_index import check_ranks
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.formats import Format, Source
+from converters.formats.dcp.optimizer import build_optimizer
+from converters.formats.fsdp_ranks.flat import Copies
+from converters.formats.fsdp_ranks.reader import Parts
+from converters.formats.fsdp_ranks.sharded import Placed, Sharded, load, locate_part
+from converters.formats.safetensors import read_file
+from converters.formats.torch_save.reader import aliases_of, in_order
+from converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
+from converters.names.canonical import assign_roles, plain_names
+from converters.storage.folder import Folder
+from converters.storage.places import files_in
+from converters.storage.safe_open import mentions, read_small
+from converters.tensors.dtypes import FROM_TORCH
+from converters.tensors.tensor import Tensor, is_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from converters.checkpoint import Aliases, OptimizerState, Scalar
+    from converters.names.canonical import Path as KeyPath
+    from converters.storage.path_or_url import Place
+
+_METADATA = "metadata.pkl"
+# The beginning of the table in version 1 and 2, or of an empty table.
+_MARKS = (b"nested_path_to_metadata", b"rank_to_layout_info", b"sharding_metadata")
+_VERSION = "2.0"
+_TORCH, _SAFETENSORS = "TorchSerialization", "SafetensorsSerialization"
+_OTHER_FORMATS = ("JsonSerialization", "RawSerialization")
+_DTENSOR = "DTensorShardingMetadata"
+_STEP = re.compile(r"step_0\.(pt|json)")
+
+
+class _Layout(NamedTuple):
+    """Shape and placements of a tensor on a group of ranks.
+
+    Attributes:
+        mesh_sizes: Size of each dimension of the device mesh.
+        mesh_ranks: Rank at each position of the mesh, flattened.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    mesh_sizes: tuple[int, ...]
+    mesh_ranks: tuple[int, ...]
+    placements: list[dict[str, Any]]
+
+
+class _Item(NamedTuple):
+    """An entry of the state dict that was saved.
+
+    Attributes:
+        files: File name and serialization format of each rank.
+        layouts: Layouts of each sharded tensor, keyed by path, as pairs of ranks and layout.
+    """
+
+    files: dict[int, tuple[str, str]]
+    layouts: dict[KeyPath, list[tuple[frozenset[int], _Layout]]]
+
+
+def _find(source: Source) -> Place | None:
+    path = source.path if source.path.is_dir() else source.path.parent
+    if _METADATA not in files_in(path) or not any(mentions(path / _METADATA, mark) for mark in _MARKS):
+        return None
+    is_part = source.path.is_dir() or re.fullmatch(rf"{re.escape(_METADATA)}|.+_\d+\.pt", source.path.name)
+    return path if is_part else None
+
+
+def _open(source: Source, path: Place) -> Checkpoint:
+    folder = Folder(path)
+    world, items = _read_metadata(path)
+    leaves: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    for name, item in items.items():
+        for below, leaf in _merge_ranks(folder, name, item).items():
+            key = ".".join(map(str, (name, *below)))
+            if key in leaves:
+                raise CheckpointError(f"{path}: two values are called {shown(key)}")
+            leaves[key], paths[key] = leaf, (name, *below)
+    roles = assign_roles(
+        paths, frozenset(key for key, leaf in leaves.items() if _is_tensor(leaf)), where=str(path)
+    )
+    if not roles.model:
+        raise CheckpointError(f"{path / _METADATA}: lists no tensors of a model")
+    with blame(path):
+        stored = {name: leaves[key].tensor() for name, key in roles.model.items()}
+    tensors: dict[str, Tensor] = plain_names(stored, where=str(path))
+    keys = dict(zip(tensors, roles.model.values(), strict=True))
+    views = {name: view for name, key in keys.items() if (view := _get_view(leaves[key])) is not None}
+
+    def optimizer(aliases: Aliases) -> OptimizerState | None:
+        if not roles.optimizers:
+            return None
+        if len(roles.optimizers) > 1:
+            names = ", ".join(shown(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8])
+            raise OptimizerStateError(f"{path}: holds several optimizers, {names}")
+        return build_optimizer(
+            roles,
+            tensors,
+            lambda key, name: _read_state(leaves[key]),
+            lambda key: _read_value(leaves[key]),
+            where=str(path),
+            order=in_order(tensors, aliases),
+        )
+
+    return Checkpoint(
+        format="torch-checkpointing",
+        root=source.path,
+        tensors=tensors,
+        aliases=aliases_of(views, tensors),
+        optimizer=optimizer,
+        metadata={"world_size": world, **_read_step(folder), **trainer_metadata(path)},
+        companions=find_companions(path),
+    )
+
+
+def _read_metadata(path: Place) -> tuple[int, dict[str, _Item]]:
+    """Read `metadata.pkl`.
+
+    Returns:
+        The number of ranks, and the items that contain sharded tensors, keyed by name.
+
+    Raises:
+        CheckpointError: If the table is damaged or has another version.
+    """
+    file = path / _METADATA
+    try:
+        data = read_small(file, limit=MAX_HEADER)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror or error}") from None
+    table = unpickle(data, where=str(file), standins={})
+    if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
+        raise CheckpointError(f"{file}: damaged, not a table of items")
+    if table.get("version") != _VERSION:
+        version = shown(table.get("version"))
+        raise CheckpointError(
+            f"{file}: has version {version}, not {_VERSION}; load the checkpoint with "
+            "torch_checkpointing, and save it again"
+        )
+    world = table.get("world_size")
+    if type(world) is not int or not 0 < world <= MAX_COUNT:
+        raise CheckpointError(f"{file}: damaged, world_size is {shown(world)}")
+    items: dict[str, _Item] = {}
+    for name, entry in table["metadata"].items():
+        with blame(file):
+            if (item := _read_item(name, entry, world)).layouts:
+                items[name] = item
+    if not items:
+        raise CheckpointError(
+            f"{file}: lists no sharded tensors; save the model with a resharder, such as DefaultResharder"
+        )
+    return world, items
+
+
+def _read_item(name: Any, entry: Any, world: int) -> _Item:
+    if type(name) is not str or not isinstance(entry, dict):
+        raise CheckpointError("damaged, an item without a name")
+    recorded, files = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
+    if not isinstance(recorded, dict) or not isinstance(files, dict):
+        raise CheckpointError(f"damaged, the item {shown(name)} has no files or tensors")
+    if len(recorded) != world or not all(type(rank) is int and 0 <= rank < world for rank in recorded):
+        raise CheckpointError(f"damaged, the item {shown(name)} does not list the files of {world} ranks")
+    return _Item(
+        {rank: _read_file_name(name, rank, layout) for rank, layout in recorded.items()},
+        {_parse_path(text): _read_groups(text, groups, world) for text, groups in files.items()},
+    )
+
+
+def _read_file_name(name: str, rank: int, layout: Any) -> tuple[str, str]:
+    """Return the file name and serialization format of a rank."""
+    if layout is None:
+        return f"{name}_{rank}.pt", _TORCH
+    file = layout.get("file_path") if isinstance(layout, dict) else None
+    how = layout.get("serialization_format") if isinstance(layout, dict) else None
+    kind = how.get("type") if isinstance(how, dict) else None
+    if type(file) is not str or kind not in (_TORCH, _SAFETENSORS, *_OTHER_FORMATS):
+        raise CheckpointError(f"damaged, the file of item {shown(name)} on rank {rank} is not recorded")
+    return file, kind
+
+
+def _parse_path(text: Any) -> KeyPath:
+    """Parse the path of a tensor within its item: a JSON list of keys."""
+    try:
+        parts = json.loads(text) if type(text) is str else None
+    except (ValueError, RecursionError):
+        parts = None
+    if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
+        raise CheckpointError(f"damaged, {shown(text)} is not the path of a tensor")
+    return tuple(parts)
+
+
+def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int], _Layout]]:
+    """Read the layouts of a tensor, each with its ranks."""
+    layouts: list[tuple[frozenset[int], _Layout]] = []
+    seen: set[int] = set()
+    for group in groups if isinstance(groups, list) else ():
+        ranks = group.get("ranks") if isinstance(group, dict) else None
+        if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
+            raise CheckpointError(f"damaged, the ranks of {shown(name)} are {shown(ranks)}")
+        seen.update(ranks)
+        layouts.append((frozenset(ranks), _read_layout(name, group.get("sharding_metadata"))))
+    if not layouts:
+        raise CheckpointError(f"damaged, {shown(name)} is on no rank")
+    return layouts
+
+
+def _read_layout(name: Any, packed: Any) -> _Layout:
+    kind = packed.get("type") if isinstance(packed, dict) else None
+    data = packed.get("data") if isinstance(packed, dict) else None
+    if kind != _DTENSOR:
+        raise CheckpointError(f"{shown(name)}: sharding metadata of type {shown(kind)} is not supported")
+    mesh = data.get("mesh_spec") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(mesh, dict):
+        raise CheckpointError(f"damaged, the layout of {shown(name)} is incomplete")
+    dtype = data.get("dtype")
+    known = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
+    if known is None:
+        raise CheckpointError(f"{shown(name)}: the element type {shown(dtype)} is not supported")
+    shape, sizes, ranks = data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data")
+    placements = data.get("placements")
+    if not is_shape(shape) or not is_shape(sizes) or not is_shape(ranks):
+        raise CheckpointError(f"damaged, the shape or mesh of {shown(name)} is not a list of numbers")
+    if prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks):
+        raise CheckpointError(f"damaged, the mesh of {shown(name)} does not list each rank once")
+    if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
+        raise CheckpointError(f"damaged, {shown(name)} has no placements")
+    return _Layout(known, tuple(shape), tuple(sizes), tuple(ranks), placements)
+
+
+def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
+    """Merge the files of all ranks.
+
+    Returns:
+        The values of the item, keyed by path, with `Parts` and `Copies` for tensors.
+
+    Raises:
+        CheckpointError: If a file is missing or contradicts `metadata.pkl` or the other ranks.
+    """
+    files = {rank: file for rank, (file, kind) in item.files.items() if kind not in _OTHER_FORMATS}
+    check_ranks(folder.path, files, len(item.files), name)
+    _check_distinct(folder, files)
+    merged: dict[KeyPath, Any] = {}
+    counts: dict[KeyPath, int] = {}
+    for rank, file in sorted(files.items()):
+        where = f"{folder.path / file}"
+        values = (
+            _read_parts(folder, file, rank, item)
+            if item.files[rank][1] == _SAFETENSORS
+            else _flatten(load(folder.file(file)), where)
+        )
+        for path, value in values:
+            _check_layout(path, value, item, rank, where)
+            counts[path] = counts.get(path, 0) + 1
+            _add(merged, path, value, rank, f"{where}: {shown('.'.join(map(str, path)))}")
+    for path, groups in item.layouts.items():
+        if counts.get(path, 0) != sum(len(ranks) for ranks, _ in groups):
+            raise CheckpointError(
+                f"{folder.path}: {shown('.'.join(map(str, path)))} is missing from the {name} file of a rank "
+                f"that {_METADATA} lists"
+            )
+    return merged
+
+
+def _check_distinct(folder: Folder, files: Mapping[int, str]) -> None:
+    known: dict[object, str] = {}
+    for file in files.values():
+        other = known.setdefault(folder.file(file).identity(), file)
+        if other != file or len(set(files.values())) != len(files):
+            raise CheckpointError(f"{folder.path / _METADATA}: lists one file twice, {shown(file)}")
+
+
+def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, where: str) -> None:
+    """Check a value of a rank's file against `metadata.pkl`."""
+    layout = _get_layout(item, path, rank)
+    if layout is None and isinstance(value, Sharded):
+        raise CheckpointError(
+            f"{where}: holds {shown('.'.join(map(str, path)))}, which {_METADATA} does not list"
+        )
+    if layout is None or (
+        isinstance(value, (Sharded, StoredTensor))
+        and (value.dtype, value.shape) == (layout.dtype, layout.shape)
+    ):
+        return
+    held = (
+        f"{value.dtype} {list(value.shape)}" if isinstance(value, (Sharded, StoredTensor)) else "not a tensor"
+    )
+    raise CheckpointError(
+        f"{where}: {shown('.'.join(map(str, path)))} is {held}, {_METADATA} says {layout.dtype} "
+        f"{list(layout.shape)}"
+    )
+
+
+def _get_layout(item: _Item, path: KeyPath, rank: int) -> _Layout | None:
+    return next((layout for ranks, layout in item.layouts.get(path, ()) if rank in ranks), None)
+
+
+def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[tuple[KeyPath, Sharded]]:
+    """Read the parts in a rank's safetensors file, and yield their paths and positions."""
+    file = folder.file(name)
+    tensors, _ = read_file(file)
+    for path in item.layouts:
+        layout = _get_layout(item, path, rank)
+        if layout is None:
+            continue
+        part = tensors.pop(".".join(map(str, path)), None)
+        where = f"{file.path}: {shown('.'.join(map(str, path)))}"
+        if part is None:
+            raise CheckpointError(f"{where} is missing")
+        offsets, shape = locate_part(
+            layout.shape, layout.mesh_sizes, layout.mesh_ranks, layout.placements, rank, where
+        )
+        if part.dtype != layout.dtype or part.shape != shape:
+            raise CheckpointError(
+                f"{where} is {part.dtype} {list(part.shape)}, {_METADATA} says {layout.dtype} {list(shape)}"
+            )
+        yield path, Sharded(Placed.__name__, layout.dtype, layout.shape, Placed(offsets, part))
+    if tensors:
+        raise CheckpointError(
+            f"{file.path}: holds {shown(next(iter(tensors)))}, which {_METADATA} does not list"
+        )
+
+
+def _flatten(content: Any, where: str) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the path and value of each entry in a nested state dict. Lists count as values."""
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where}: not a state dict but a {type(content).__name__}")
+    left = MAX_VALUES
+    pending: list[tuple[KeyPath, Any]] = [((), content)]
+    while pending:
+        path, value = pending.pop()
+        left -= 1
+        if left < 0 or len(path) > MAX_CONTAINER_DEPTH:
+            raise CheckpointError(f"{where}: nested too deeply or too large to be a state dict")
+        if not isinstance(value, dict):
+            yield path, value
+            continue
+        for key, inner in reversed(value.items()):
+            if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
+                raise CheckpointError(f"{where}: the key {shown(key)} is not the name of a value")
+            pending.append(((*path, key), inner))
+
+
+def _add(merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, where: str) -> None:
+    """Add a value of one rank to the values of the ranks before it."""
+    known = merged.get(path)
+    if isinstance(value, (Sharded, StoredTensor)):
+        if path not in merged:
+            known = merged[path] = Parts(value, where) if isinstance(value, Sharded) else Copies(where)
+        if not isinstance(known, (Parts, Copies)):
+            raise CheckpointError(f"{where} is a tensor on some ranks only")
+        known.add(value, rank)
+    elif path not in merged:
+        merged[path] = value
+    elif isinstance(known, (Parts, Copies)) or plain(known) != plain(value):
+        raise CheckpointError(f"{where} has other values on other ranks; the files are of two checkpoints")
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, (Parts, Copies))
+
+
+def _get_view(leaf: Parts | Copies) -> StoredTensor | None:
+    """Return the view of the storage of the first rank that holds elements of a sharded tensor."""
+    return leaf.view if isinstance(leaf, Parts) and isinstance(leaf.view, StoredTensor) else None
+
+
+def _read_state(leaf: Any) -> Tensor | Scalar | None:
+    if isinstance(leaf, (Parts, Copies)):
+        return leaf.tensor()
+    return leaf if isinstance(leaf, (int, float)) else None
+
+
+def _read_value(leaf: Any) -> Any:
+    return leaf.tensor().read().tolist() if isinstance(leaf, (Parts, Copies)) else leaf
+
+
+def _read_step(folder: Folder) -> dict[str, int]:
+    """Read the step from the file of the item `step`, or from the name of the folder."""
+    name = next((name for name in files_in(folder.path) if _STEP.fullmatch(name)), None)
+    step = None
+    if name is not None and name.endswith(".json"):
+        try:
+            step = json.loads(read_small(folder.path / name))
+        except (OSError, ValueError, RecursionError):
+            step = None
+    elif name is not None:
+        step = load(folder.file(name))
+    return {"step": step} if type(step) is int else {}
+
+
+FORMAT = Format(
+    "torch-checkpointing",
+    _find,
+    _open,
+)

@@ -1,0 +1,46 @@
+"""Names of the codes of quantized weights.
+
+An integer tensor is not always a code: modules also have lookup tables, masks, and counters. The codes of
+quantized weights are recognized by their own names, by the scales that belong to them, or by an 8-bit
+floating-point dtype, which only codes have.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from converters.tensors.dtypes import QUANTIZED
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+    from converters.tensors.tensor import Tensor
+
+# A parameter that transformers declares as `weight` is never an integer unless it is quantized.
+_CODES = re.compile(
+    r"(.*[._])?(weight|(q|packed_|quantized_)?weights?|weight_packed|qzeros|codes|_data|_packed_weight|blocks"
+    r"|packed|scales)|.*\.weight\.\w+"
+)
+_SCALES = ("_scale", "_scale_inv", "_scale_2", "_scales", "_global_scale", "_zero_point", ".absmax", ".SCB")
+
+
+def is_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
+    """Return whether a tensor holds the codes of a quantized weight.
+
+    Args:
+        name: Name of the tensor.
+        tensor: The tensor.
+        names: Names of all tensors of the checkpoint.
+    """
+    if tensor.dtype not in QUANTIZED or not tensor.shape:
+        return False
+    if tensor.dtype.startswith("F8"):
+        return True
+    return bool(_CODES.fullmatch(name)) or any(f"{name}{suffix}" in names for suffix in _SCALES)
+
+
+def find_quantized_modules(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of all quantized weights, and of the modules that contain quantized weights."""
+    codes = [name for name, tensor in tensors.items() if is_code(name, tensor, tensors)]
+    return {*codes, *(name.rpartition(".")[0] for name in codes)}
