@@ -170,6 +170,12 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="read OUT back and compare it with SRC before it appears"
     )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="also convert a model with missing layers, tensors or experts, or with shapes that contradict "
+        "config.json",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is an earlier output")
     parser.add_argument(
         "--expand",
@@ -340,6 +346,7 @@ def _asked(
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
         check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
     if adapter is None:
+        _check_complete(checkpoint, options)
         checkpoint = _rename_tensors(checkpoint, given, options)
         if options.trust_remote_code:
             checkpoint = _add_custom_code(checkpoint, models)
@@ -442,6 +449,17 @@ def _rename_tensors(
     with blame("--names"):
         rules = find_name_rules(checkpoint, base)
     return rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
+
+
+def _check_complete(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
+    """Refuse an incomplete model unless `--partial` is given, and report what a conversion corrects."""
+    from converters.integrity import check_complete, find_problems
+
+    if not options.partial:
+        check_complete(checkpoint)
+    if not options.quiet:
+        for problem in find_problems(checkpoint, read_values=options.partial):
+            _note(str(problem) if problem.repaired else f"--partial: {problem}")
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
