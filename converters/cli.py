@@ -453,12 +453,12 @@ def _rename_tensors(
 
 def _check_complete(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
     """Refuse an incomplete model unless `--partial` is given, and report what a conversion corrects."""
-    from converters.integrity import check_complete, find_problems
+    from converters.integrity import check_complete
 
-    if not options.partial:
-        check_complete(checkpoint)
-    if not options.quiet:
-        for problem in find_problems(checkpoint, read_values=options.partial):
+    # Reading a part of a merged weight may compute the complete weight.
+    read_values = options.merge_into is None
+    for problem in check_complete(checkpoint, partial=options.partial, read_values=read_values):
+        if not options.quiet:
             _note(str(problem) if problem.repaired else f"--partial: {problem}")
 
 

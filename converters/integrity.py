@@ -81,20 +81,32 @@ class Problem:
         return printable(f"{self.message}{names}{cause}")
 
 
-def check_complete(checkpoint: Checkpoint) -> None:
+def check_complete(
+    checkpoint: Checkpoint, *, partial: bool = False, read_values: bool = True
+) -> list[Problem]:
     """Check that a checkpoint is a complete model.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        partial: Whether to accept an incomplete model.
+        read_values: Whether to compare the values of experts, see `find_problems`.
+
+    Returns:
+        The problems that a conversion repairs. If `partial` is True, all problems.
 
     Raises:
         CheckpointError: If tensors are missing or contradict the config. The message lists the problems.
     """
-    problems = [problem for problem in find_problems(checkpoint) if not problem.repaired]
-    if problems:
-        described = "; ".join(map(str, problems[:4]))
-        more = f"; and {len(problems) - 4} more problems" if len(problems) > 4 else ""
+    problems = find_problems(checkpoint, read_values=read_values)
+    serious = [problem for problem in problems if not problem.repaired]
+    if serious and not partial:
+        described = "; ".join(map(str, serious[:4]))
+        more = f"; and {len(serious) - 4} more problems" if len(serious) > 4 else ""
         raise CheckpointError(
             f"{checkpoint.root}: {described}{more}; convert a complete checkpoint, or add --partial to write "
             "this one as it is"
         )
+    return problems
 
 
 def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[Problem]:
