@@ -452,14 +452,12 @@ def _rename_tensors(
 
 
 def _check_complete(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
-    """Refuse an incomplete model unless `--partial` is given, and report what a conversion corrects."""
+    """Refuse an incomplete model unless `--partial` is given, and keep the problems for `_note_config`."""
     from converters.integrity import check_complete
 
     # Reading a part of a merged weight may compute the complete weight.
     read_values = options.merge_into is None
-    for problem in check_complete(checkpoint, partial=options.partial, read_values=read_values):
-        if not options.quiet:
-            _note(str(problem) if problem.repaired else f"--partial: {problem}")
+    options.problems = check_complete(checkpoint, partial=options.partial, read_values=read_values)
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
@@ -501,7 +499,9 @@ def _note(text: str) -> None:
 
 
 def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
-    """Warn that `from_pretrained` cannot load OUT without a config.json."""
+    """Report problems of the model, and that `from_pretrained` cannot load OUT without a config.json."""
+    for problem in () if options.quiet else getattr(options, "problems", ()):
+        _note(str(problem) if problem.repaired else f"--partial: {problem}")
     if options.quiet or options.to != "safetensors":
         return
     if not plan.names & {"config.json", ADAPTER_CONFIG}:

@@ -487,7 +487,7 @@ _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cut
 def _update_generation_config(copied: dict[str, Place]) -> dict[str, bytes]:
     """Remove sampling parameters from a generation config that does not sample.
 
-    They have no effect, but transformers refuses to save a model with such a generation config.
+    They have no effect, but transformers refuses to save such a generation config after a change.
     """
     settings = read_small_table(copied.get(GENERATION))
     if not settings or settings.get("do_sample") is True:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint
     from converters.names.expected import ExpectedTensors, LayerStack
-    from converters.tensors.tensor import Shape, Tensor
+    from converters.tensors.tensor import Array, Shape, Tensor
 
 _MAX_SHOWN = 10
 _BLOCK_BYTES = 1 << 20
@@ -519,16 +519,16 @@ def _find_bad_values(tensors: Mapping[str, Tensor]) -> list[Problem]:
         by_sample: dict[bytes, list[_ExpertWeight]] = {}
         for expert in experts:
             sample = expert.read_sample()
-            if not any(sample) and expert.is_zero():
+            if not (sample != 0).any() and expert.is_zero():
                 zero.append(expert.name)
                 continue
             # Weights are only equal if their samples are equal.
-            for other in by_sample.setdefault(sample, []):
+            for other in by_sample.setdefault(sample.tobytes(), []):
                 if expert.equals(other):
                     equal.append(f"{expert.name} = {other.name}")
                     break
             else:
-                by_sample[sample].append(expert)
+                by_sample[sample.tobytes()].append(expert)
     lost = "an expert-parallel save that gathered the experts of one rank, or repeated them, looks like this"
     problems = []
     if zero:
@@ -565,11 +565,11 @@ class _ExpertWeight:
     def _shape(self) -> Shape:
         return self.tensor.shape if self.index is None else self.tensor.shape[1:]
 
-    def _read(self, rows: slice, columns: slice = slice(None)) -> bytes:
+    def _read(self, rows: slice, columns: slice = slice(None)) -> Array:
         first = () if self.index is None else (slice(self.index, self.index + 1),)
-        return self.tensor.read((*first, rows, columns)).tobytes()
+        return self.tensor.read((*first, rows, columns))
 
-    def read_sample(self) -> bytes:
+    def read_sample(self) -> Array:
         """Read a few elements in the middle of the weight."""
         row = self._shape[0] // 2
         return self._read(slice(row, row + 1), slice(0, _SAMPLE_ELEMENTS))
@@ -584,13 +584,13 @@ class _ExpertWeight:
 
     def is_zero(self) -> bool:
         """Return whether all elements are zero; stops at the first other element."""
-        return not any(any(self._read(rows)) for rows in self._list_blocks())
+        return not any((self._read(rows) != 0).any() for rows in self._list_blocks())
 
     def equals(self, other: _ExpertWeight) -> bool:
         """Return whether another weight has the same bytes; stops at the first difference."""
         if self._shape != other._shape or self.tensor.dtype != other.tensor.dtype:
             return False
-        return all(self._read(rows) == other._read(rows) for rows in self._list_blocks())
+        return all(self._read(rows).tobytes() == other._read(rows).tobytes() for rows in self._list_blocks())
 
 
 def _find_contradictions(

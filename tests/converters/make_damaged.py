@@ -106,7 +106,7 @@ class Plain(nn.Module):
                 if part not in module._modules:
                     module.add_module(part, nn.Module())
                 module = module._modules[part]  # type: ignore[assignment]
-            module.register_parameter(leaf, nn.Parameter(value.clone()))
+            module.register_parameter(leaf, nn.Parameter(value.clone(memory_format=torch.contiguous_format)))
 
     def forward(self) -> torch.Tensor:
         """Return a loss that depends on all parameters."""
@@ -116,6 +116,7 @@ class Plain(nn.Module):
 def write(folder: Path, format: str, state: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Write a checkpoint."""
     folder.mkdir(parents=True)
+    state = {name: value.contiguous() for name, value in state.items()}
     if format == "dcp":
         dcp.save({"model": state}, checkpoint_id=folder, no_dist=True)
     elif format == "safetensors":
