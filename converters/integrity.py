@@ -256,7 +256,8 @@ def _convert_names(
         errors: dict[str, str] = {}
         arrangements = arrange_for_memory(shapes, rules, None, errors)
         converted = {name: values.shape for name, values in arrangements.items()}
-        converted |= dict.fromkeys(errors, ())
+        if errors:  # The names of the results are unknown.
+            return None
     masks = {
         *expected.required,
         *expected.untied,
@@ -497,6 +498,9 @@ def _list_expert_counts(config: Mapping[str, Any]) -> set[int]:
             values = value if isinstance(value, list) else [value]
             numbers = [number for number in values if type(number) is int and number > 0]
             counts |= {*numbers, *([sum(numbers)] if len(numbers) > 1 else [])}
+        # LongCat-Flash also has experts without parameters, which transformers counts.
+        if type(extra := part.get("zero_expert_num")) is int:
+            counts |= {count + extra for count in counts}
     return counts
 
 

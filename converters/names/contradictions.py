@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.names.expected import find_expected_tensors, is_tied
 from converters.names.name_rules import get_architecture
-from converters.names.tied_weights import find_split_ties
+from converters.names.tied_weights import HEADS, ends_with, find_split_ties
 from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
         Names of the output and input embeddings, or None.
     """
     expected = find_class(config)
-    if not is_tied(config, default=expected is not None and expected.tied):
+    # Some classes have output embeddings that transformers never ties, whatever the config contains.
+    if expected is None or not any(ends_with(name, HEADS) for name in expected.untied):
+        return None
+    if not is_tied(config, default=expected.tied):
         return None
     return next(iter(find_split_ties(tensors)), None)
 
