@@ -48,7 +48,7 @@ def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     # Some classes have output embeddings that transformers never ties, whatever the config contains.
     if expected is None or not any(ends_with(name, HEADS) for name in expected.untied):
         return None
-    if not is_tied(config, default=expected.tied):
+    if config.get("tie_word_embeddings") is False or not is_tied(config, default=expected.tied):
         return None
     return next(iter(find_split_ties(tensors)), None)
 
