@@ -170,6 +170,12 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="read OUT back and compare it with SRC before it appears"
     )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="also convert a model with missing layers, tensors or experts, or with shapes that contradict "
+        "config.json",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is an earlier output")
     parser.add_argument(
         "--expand",
@@ -357,6 +363,7 @@ def _asked(
     if given is not None and adapter is None:
         check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {options.config_from}")
     if adapter is None:
+        _check_complete(checkpoint, options)
         checkpoint = _rename_tensors(checkpoint, given, options)
         if options.trust_remote_code:
             checkpoint = _add_custom_code(checkpoint, models)
@@ -466,6 +473,15 @@ def _rename_tensors(
     return rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
 
 
+def _check_complete(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
+    """Refuse an incomplete model unless `--partial` is given, and keep the problems for `_note_config`."""
+    from converters.integrity import check_complete
+
+    # Reading a part of a merged weight may compute the complete weight.
+    read_values = options.merge_into is None
+    options.problems = check_complete(checkpoint, partial=options.partial, read_values=read_values)
+
+
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     from converters.quantization.dequantize import dequantized
 
@@ -505,7 +521,9 @@ def _note(text: str) -> None:
 
 
 def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
-    """Warn that `from_pretrained` cannot load OUT without a config.json."""
+    """Report problems of the model, and that `from_pretrained` cannot load OUT without a config.json."""
+    for problem in () if options.quiet else getattr(options, "problems", ()):
+        _note(str(problem) if problem.repaired else f"--partial: {problem}")
     if options.quiet or options.to != "safetensors":
         return
     if not plan.names & {"config.json", ADAPTER_CONFIG}:

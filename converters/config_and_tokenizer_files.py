@@ -21,7 +21,7 @@ from converters.storage.safe_open import LinkError, read_small, read_small_table
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
@@ -422,6 +422,7 @@ def small_files(
         The content of the files to write, and the paths of the files to copy, keyed by file name.
     """
     changed, copied = _update_config(checkpoint, entries)
+    changed |= _update_generation_config(copied)
     return {**changed, **checkpoint.documents}, copied
 
 
@@ -434,21 +435,29 @@ def _update_config(
 
     copied = dict(checkpoint.companions)
     config = read_small_table(copied.get("config.json"))
-    # If the weights are quantized, the dtype in the config does not describe the stored tensors.
-    if not config or ("quantization_config" in config and "quantization_config" not in checkpoint.config):
+    if not config:
         return {}, copied
+    settings = {**_find_corrections(checkpoint, config), **checkpoint.config}
+    entries = list(entries)
+    casts = {TO_TORCH[entry.dtype] for entry in entries if entry.dtype != entry.tensor.dtype}
     sizes: dict[str, int] = {}
     for entry in entries:
         if entry.dtype in CASTABLE and entry.tensor.shape:
             sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
     dtype = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
-    # Keep the dtype of the config if at least one tensor has it.
-    keeps_dtype = not sizes or dtype.removeprefix("torch.") in sizes
-    if keeps_dtype and not checkpoint.config:
+    # Keep the dtype of the config if at least one tensor has it. If the weights are quantized, the dtype in
+    # the config does not describe the stored tensors, unless --dtype casts the others.
+    is_quantized = "quantization_config" in config and "quantization_config" not in settings
+    keeps_dtype = not sizes or dtype.removeprefix("torch.") in sizes or (is_quantized and not casts)
+    if len(casts) == 1 and casts <= sizes.keys():
+        (cast,) = casts
+        keeps_dtype = dtype.removeprefix("torch.") == cast
+        sizes = {cast: 1}
+    if keeps_dtype and not settings:
         return {}, copied
     if not keeps_dtype:
         _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
-    for key, value in checkpoint.config.items():
+    for key, value in settings.items():
         parts = [part for part in config.values() if isinstance(part, dict) and key in part]
         for part in [part for part in (config, *parts) if key in part] or [config]:
             part[key] = value
@@ -460,6 +469,38 @@ def _update_config(
         return {"config.json": text.encode()}, copied
     except UnicodeEncodeError:  # A lone surrogate cannot be encoded as UTF-8, but JSON can escape it.
         return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}, copied
+
+
+def _find_corrections(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the settings of a config that contradict the tensors, see `converters.integrity`."""
+    from converters.names.contradictions import find_split_tie, find_stale_quantization
+
+    corrections: dict[str, Any] = {}
+    if find_split_tie(checkpoint.tensors, {**config, **checkpoint.config}) is not None:
+        corrections["tie_word_embeddings"] = False
+    if find_stale_quantization(checkpoint.tensors, {**config, **checkpoint.config}):
+        corrections["quantization_config"] = None
+    return corrections
+
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
+
+
+def _update_generation_config(copied: dict[str, Place]) -> dict[str, bytes]:
+    """Remove sampling parameters from a generation config that does not sample.
+
+    They have no effect, but transformers refuses to save such a generation config after a change.
+    """
+    settings = read_small_table(copied.get(GENERATION))
+    if not settings or settings.get("do_sample") is True:
+        return {}
+    unused = [key for key in settings if key in _SAMPLING and settings[key] is not None]
+    if not unused:
+        return {}
+    for key in unused:
+        del settings[key]
+    del copied[GENERATION]
+    return {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:

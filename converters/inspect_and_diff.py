@@ -13,6 +13,7 @@ import numpy as np
 from converters.adapters.adapter import find_adapter
 from converters.console import say
 from converters.errors import CheckpointError, printable
+from converters.integrity import find_problems
 from converters.naming import find_name_rules, rename_to_published
 from converters.opening import open_checkpoint
 from converters.tensors.casting import BLOCK_BYTES
@@ -125,7 +126,9 @@ def inspect(parser: Parser, argv: Sequence[str]) -> int:
     """Run `portable-convert inspect`; returns the exit code."""
     arguments = parser(
         prog="portable-convert inspect",
-        description="Show what a checkpoint holds. Only headers are read, unless --stats is given.",
+        description="Show what a checkpoint contains, and whether it is a complete model. Only headers and a "
+        "few bytes of each expert are read, unless --stats is given.",
+        epilog="exit codes: 0 no problems, 1 problems, 2 refused",
     )
     arguments.add_argument(
         "src", metavar="SRC", help="run folder, step folder, folder of shards, file or URL"
@@ -140,9 +143,11 @@ def inspect(parser: Parser, argv: Sequence[str]) -> int:
     checkpoint = open_checkpoint(options.src, options.tag)
     tensors = tensors_of(checkpoint, optimizer=options.optimizer)
     found = statistics(tensors) if options.stats else {}
+    problems = find_problems(checkpoint)
     document = describe(checkpoint, tensors, found)
+    document["problems"] = [{**asdict(problem), "text": str(problem)} for problem in problems]
     say(json.dumps(document, indent=1, default=str) if options.json else as_text(document))
-    return SAME
+    return DIFFERENT if problems else SAME
 
 
 def describe(
@@ -217,6 +222,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         known = f"{name:<{names}}  {dtype:<{dtypes}}  {shape:<{shapes}}  {size:>{sizes}}{pieces}{numbers}"
         lines.append("  " + known)
     lines.append(f"{len(rows):,} tensors, {counts or 'no'} elements, {document['bytes']:,} bytes")
+    lines += [f"problem: {problem['text']}" for problem in document.get("problems", ())]
     return "\n".join(lines)
 
 

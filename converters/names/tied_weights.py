@@ -107,6 +107,27 @@ def resolve_ties(
     return {name: tensor for name, tensor in stored.items() if name not in aliases}, aliases
 
 
+def find_split_ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Find output embeddings that are stored in addition to input embeddings of the same shape.
+
+    The owner `shared.weight` is ignored, because encoder-decoder models also scale their outputs according
+    to `tie_word_embeddings`.
+
+    Args:
+        tensors: Tensors without aliases, see `resolve_ties`.
+
+    Returns:
+        Names of the output and input embeddings.
+    """
+    return [
+        (alias, owner)
+        for alias, owner in _candidates(tensors)
+        if ends_with(alias, HEADS)
+        and ends_with(owner, EMBEDDINGS)
+        and not ends_with(owner, ("shared.weight",))
+    ]
+
+
 def pick_owner(same: Mapping[str, Tensor]) -> str:
     """The owner among the names of one parameter: the first that transformers does not tie to another."""
     aliases = {alias for alias, _ in _candidates(same)}

@@ -24,12 +24,20 @@ def made(fixture: str) -> Any:
     return pytest.fixture(folder, scope="session", name=fixture)
 
 
-OF_DEEPSPEED = {"deepspeed_written", "deepspeed_parallel", "deepspeed_nvme", "universal_loads", "adapters"}
+OF_DEEPSPEED = {
+    "deepspeed_written",
+    "deepspeed_parallel",
+    "deepspeed_nvme",
+    "universal_loads",
+    "adapters",
+    "damaged",
+}
 written, written_ranks = made("written"), made("written_ranks")
 deepspeed_written, deepspeed_parallel = made("deepspeed_written"), made("deepspeed_parallel")
 deepspeed_nvme, universal_loads = made("deepspeed_nvme"), made("universal_loads")
 adapters, written_megatron = made("adapters"), made("written_megatron")
 written_items = made("written_items")
+damaged = made("damaged")
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ MAKERS = {
     "deepspeed_nvme": "make_deepspeed.nvme",
     "universal_loads": "make_universal_loads",
     "adapters": "make_adapters",
+    "damaged": "make_damaged",
 }
 
 

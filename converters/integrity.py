@@ -1,0 +1,625 @@
+"""Completeness of a checkpoint: missing layers and tensors, lost experts, and contradictions to the config.
+
+    problems = find_problems(open_checkpoint("run/checkpoints/step-000100"))
+
+If `converters.names.expected` contains the model class, the tensors are compared with what transformers
+builds for the class. Otherwise, only rules apply that hold for every model, and an uncertain rule reports
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from converters.adapters.adapter import find_adapter
+from converters.errors import CheckpointError, printable
+from converters.names.contradictions import find_class, find_split_tie, find_stale_quantization
+from converters.names.expected import (
+    compute_sizes,
+    is_tied,
+    list_numbers,
+    mask_number,
+    split_layers,
+)
+from converters.names.model_config import check_fits
+from converters.names.published import are_live, arrange_for_memory
+from converters.naming import find_name_rules
+from converters.storage.path_or_url import in_store
+from converters.storage.safe_open import read_small_table
+from converters.tensors.dtypes import QUANTIZED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from converters.checkpoint import Checkpoint
+    from converters.names.expected import ExpectedTensors, LayerStack
+    from converters.tensors.tensor import Array, Shape, Tensor
+
+_MAX_SHOWN = 10
+_BLOCK_BYTES = 1 << 20
+_SAMPLE_ELEMENTS = 64
+_EXPERT = re.compile(
+    r"(?P<module>(?:.+\.)?(?:experts|local_experts|expert))\.(?:expert_)?(?P<number>\d{1,6})\.(?P<rest>.+)"
+)
+_EXPERT_STACK = re.compile(r"(?:.+\.)?experts\.(?:[^.]+)(?:\.weight)?")
+_EXPERT_COUNT = re.compile(
+    r"(n|num)(_local|_routed|_total|_moe)?_experts|moe_num_(routed_|local_)?experts|num_experts_per_layer"
+)
+_MTP_COUNT = re.compile(r".*(nextn|mtp).*")
+# Tensors of quantized weights that may be equal for several experts, or zero.
+_METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
+_BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
+_TIE = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a checkpoint is not a complete model.
+
+    Attributes:
+        kind: Short identifier, such as `"missing"` or `"equal experts"`.
+        message: Description of the problem.
+        names: Names of the affected tensors.
+        cause: Known cause of such a problem. Empty if no cause is recognized.
+        repaired: Whether a conversion repairs the problem, so that it need not refuse the checkpoint.
+    """
+
+    kind: str
+    message: str
+    names: tuple[str, ...] = ()
+    cause: str = ""
+    repaired: bool = False
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:_MAX_SHOWN])
+        more = f" and {len(self.names) - _MAX_SHOWN:,} more" if len(self.names) > _MAX_SHOWN else ""
+        names = f": {shown}{more}" if self.names else ""
+        cause = f" ({self.cause})" if self.cause else ""
+        return printable(f"{self.message}{names}{cause}")
+
+
+def check_complete(
+    checkpoint: Checkpoint, *, partial: bool = False, read_values: bool = True
+) -> list[Problem]:
+    """Check that a checkpoint is a complete model.
+
+    Args:
+        checkpoint: Checkpoint to convert.
+        partial: Whether to accept an incomplete model.
+        read_values: Whether to compare the values of experts, see `find_problems`.
+
+    Returns:
+        The problems that a conversion repairs. If `partial` is True, all problems.
+
+    Raises:
+        CheckpointError: If tensors are missing or contradict the config. The message lists the problems.
+    """
+    problems = find_problems(checkpoint, read_values=read_values)
+    serious = [problem for problem in problems if not problem.repaired]
+    if serious and not partial:
+        described = "; ".join(map(str, serious[:4]))
+        more = f"; and {len(serious) - 4} more problems" if len(serious) > 4 else ""
+        raise CheckpointError(
+            f"{checkpoint.root}: {described}{more}; convert a complete checkpoint, or add --partial to write "
+            "this one as it is"
+        )
+    return problems
+
+
+def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[Problem]:
+    """Find the reasons why a checkpoint is not a complete model.
+
+    Args:
+        checkpoint: Checkpoint of a model or of an adapter, with any names.
+        read_values: Whether to compare the values of experts. For most experts, this reads a few bytes. In an
+            object store, the values are not compared.
+
+    Returns:
+        The problems. Empty if the checkpoint is complete, or if nothing certain is known about the model.
+    """
+    try:
+        if find_adapter(checkpoint) is not None:
+            return find_adapter_problems(checkpoint.tensors)
+    except CheckpointError as error:
+        return find_adapter_problems(checkpoint.tensors) or [Problem("adapter", str(error))]
+    config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+    tensors = checkpoint.tensors
+    problems = [*_find_empty(tensors)]
+    if problems:
+        return problems
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    shapes |= {alias: shapes[owner] for alias, owner in checkpoint.aliases.items() if owner in shapes}
+    expert_problems = _find_expert_problems(shapes, config)
+    expected = find_class(config)
+    compared = None if expected is None else _compare_with_class(checkpoint, shapes, config, expected)
+    problems += expert_problems
+    if compared is not None:
+        problems += [
+            problem for problem in compared if not (expert_problems and _is_only_of_experts(problem))
+        ]
+    else:
+        problems += _find_holes(shapes)
+        try:
+            if config and not expert_problems:
+                check_fits(tensors, config, "config.json")
+        except CheckpointError as error:
+            problems.append(Problem("config", str(error).rpartition("; ")[0]))
+    if read_values and not in_store(checkpoint.root):
+        problems += _find_bad_values(tensors)
+    problems += _find_contradictions(checkpoint, config, expected)
+    return problems
+
+
+def _is_only_of_experts(problem: Problem) -> bool:
+    return bool(problem.names) and all(".experts." in name or ".expert" in name for name in problem.names)
+
+
+def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[Problem]:
+    """Find LoRA factors that do not fit each other."""
+    empty = tuple(name for name, tensor in tensors.items() if tensor.numel == 0)
+    if empty:
+        return [
+            Problem(
+                "empty",
+                f"{_count(empty, 'tensor')} of the adapter without elements",
+                empty,
+                "the adapter was saved without gathering the partitions of ZeRO-3 or FSDP, so its values are "
+                "lost",
+            )
+        ]
+    names = []
+    for name, tensor in tensors.items():
+        other = tensors.get(name.replace(".lora_A.", ".lora_B."))
+        if other is None or other is tensor or len(tensor.shape) != 2 or len(other.shape) != 2:
+            continue
+        if tensor.shape[0] != other.shape[1]:
+            names.append(name)
+    if not names:
+        return []
+    return [
+        Problem(
+            "cut adapter",
+            f"the factors lora_A and lora_B of {_count(names, 'module')} do not fit each other",
+            tuple(names),
+            "a save of PEFT under FSDP2 that kept only the shard of one rank looks like this; the other "
+            "shards are lost, so train the adapter again with a fixed version of Accelerate",
+        )
+    ]
+
+
+def _find_empty(tensors: Mapping[str, Tensor]) -> list[Problem]:
+    empty = tuple(
+        name
+        for name, tensor in tensors.items()
+        if tensor.numel == 0 and name.rpartition(".")[2] in ("weight", "bias")
+    )
+    if not empty:
+        return []
+    cause = ""
+    if all(tensors[name].shape == (0,) for name in empty):
+        cause = (
+            "ZeRO-3 leaves such placeholders if a model is saved without gathering its parameters; convert "
+            "the folder with the ZeRO checkpoint instead"
+        )
+    return [Problem("empty", f"{_count(empty, 'tensor')} without elements", empty, cause)]
+
+
+def _count(items: Iterable[object], noun: str) -> str:
+    number = len(list(items))
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+# -- known classes ----------------------------------------------------------------------------------------
+
+
+def _compare_with_class(
+    checkpoint: Checkpoint, shapes: Mapping[str, Shape], config: Mapping[str, Any], expected: ExpectedTensors
+) -> list[Problem] | None:
+    """Compare the tensors with a class of transformers.
+
+    Returns:
+        The problems, or None if the names do not follow the layout of the class.
+    """
+    live = _convert_names(checkpoint, shapes, expected)
+    if live is None:
+        return None
+    matcher = _Matcher(live, is_quantized=_is_quantized(checkpoint.tensors, config))
+    default = expected.tied
+    wanted = expected.required if is_tied(config, default=default) else expected.required | expected.untied
+    missing = [mask for mask in sorted(wanted) if not matcher.contains(mask)]
+    problems = []
+    numbers = list_numbers(config)
+    by_stack = split_layers(live)
+    holes: list[str] = []
+    for stack, layers in expected.stacks.items():
+        problems += _find_missing_layers(stack, layers, by_stack.get(stack, {}), numbers)
+        holes += _find_incomplete_layers(stack, layers, by_stack.get(stack, {}), numbers, matcher)
+    reported = {mask_number(name) for name in holes}
+    names = (*(mask.replace(".*.", ".N.") for mask in missing if mask not in reported), *holes)
+    if names:
+        problems.append(Problem("missing", f"{_count(names, 'tensor')} missing", names))
+    return problems + _find_wrong_shapes(checkpoint, live, config, expected)
+
+
+def _convert_names(
+    checkpoint: Checkpoint, shapes: Mapping[str, Shape], expected: ExpectedTensors
+) -> dict[str, Shape] | None:
+    """Return the shapes under the names in memory, or None if the names are of another layout."""
+    rules = find_name_rules(checkpoint)
+    if rules is None:
+        return None
+    converted = dict(shapes)
+    if checkpoint.names != "live" and not are_live(shapes, rules):
+        errors: dict[str, str] = {}
+        arrangements = arrange_for_memory(shapes, rules, None, errors)
+        converted = {name: values.shape for name, values in arrangements.items()}
+        if errors:  # The names of the results are unknown.
+            return None
+    masks = {
+        *expected.required,
+        *expected.untied,
+        *expected.shapes,
+        *(
+            f"{stack}.*.{rest}"
+            for stack, layers in expected.stacks.items()
+            for group in (layers.always, *layers.groups)
+            for rest in group
+        ),
+    }
+    base = rules.base
+    live: dict[str, Shape] = {}
+    matched = 0
+    modules = {mask.rpartition(".")[0] for mask in masks}
+    for name, shape in converted.items():
+        candidates = [name]
+        if base:
+            candidates += [f"{base}.{name}", name.removeprefix(f"{base}.")]
+        chosen = next((each for each in candidates if mask_number(each) in masks), None)
+        if chosen is None:
+            chosen = next(
+                (each for each in candidates if mask_number(each).rpartition(".")[0] in modules), None
+            )
+        matched += chosen is not None
+        live[chosen or name] = shape
+    return live if 2 * matched >= len(converted) else None
+
+
+def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+    quantized = config.get("quantization_config") is not None or any(
+        tensor.dtype in QUANTIZED and len(tensor.shape) > 1 for tensor in tensors.values()
+    )
+    return quantized and not find_stale_quantization(tensors, config)
+
+
+class _Matcher:
+    """Set of tensor names that also finds quantized weights, which consist of several tensors."""
+
+    def __init__(self, names: Iterable[str], *, is_quantized: bool) -> None:
+        self.names = set(names)
+        self.masks = {mask_number(name) for name in self.names}
+        self.modules: set[str] = set()
+        if is_quantized:
+            for name in self.names:
+                parts = name.split(".")
+                self.modules |= {".".join(parts[:i]) for i in range(1, len(parts))}
+            self.modules |= {mask_number(module + ".x").removesuffix(".x") for module in self.modules}
+
+    def contains(self, name: str) -> bool:
+        """Return whether a tensor exists, or a tensor of its module if the weights are quantized."""
+        if name in self.names or name in self.masks:
+            return True
+        return name.rpartition(".")[0] in self.modules
+
+
+def _find_missing_layers(
+    stack: str, layers: LayerStack, present: Mapping[int, Any], numbers: Mapping[str, int]
+) -> list[Problem]:
+    depth = numbers.get(layers.depth or "")
+    if depth is None or not present or not layers.always:
+        return []
+    missing = [number for number in range(min(depth, 100_000)) if number not in present]
+    if missing:
+        names = tuple(f"{stack}.{number}" for number in missing)
+        return [Problem("layers", f"config.json has {layers.depth} {depth:,}, but layers are missing", names)]
+    extra = max(present) + 1 - depth
+    if extra > 0 and not any(_MTP_COUNT.fullmatch(key) and value > 0 for key, value in numbers.items()):
+        return [
+            Problem(
+                "layers",
+                f"config.json has {layers.depth} {depth:,}, but {stack} has {max(present) + 1:,} layers",
+            )
+        ]
+    return []
+
+
+def _find_incomplete_layers(
+    stack: str,
+    layers: LayerStack,
+    present: Mapping[int, Mapping[str, str]],
+    numbers: Mapping[str, int],
+    matcher: _Matcher,
+) -> list[str]:
+    """Return the missing tensors of layers that are not missing completely."""
+    depth = numbers.get(layers.depth or "", 1 << 60)
+    missing = []
+    for number, rests in present.items():
+        if number >= depth:
+            continue  # a layer for multi-token prediction, which transformers does not load
+
+        def contains(rest: str, prefix: str = f"{stack}.{number}.") -> bool:
+            return matcher.contains(prefix + rest)
+
+        missing += [f"{stack}.{number}.{rest}" for rest in sorted(layers.always) if not contains(rest)]
+        for group in layers.groups:
+            if any(rest in rests for rest in group):
+                missing += [f"{stack}.{number}.{rest}" for rest in sorted(group) if not contains(rest)]
+    return missing
+
+
+def _find_wrong_shapes(
+    checkpoint: Checkpoint,
+    live: Mapping[str, Shape],
+    config: Mapping[str, Any],
+    expected: ExpectedTensors,
+) -> list[Problem]:
+    """Compare the shapes with the config."""
+    if _is_quantized(checkpoint.tensors, config):
+        return []
+    sizes = compute_sizes(config)
+    numbers = list_numbers(config)
+    depths = {stack: numbers.get(layers.depth or "", 1 << 60) for stack, layers in expected.stacks.items()}
+    behind = {
+        name
+        for stack, layers in split_layers(live).items()
+        for number, rests in layers.items()
+        if number >= depths.get(stack, 1 << 60)
+        for name in rests.values()
+    }
+    wrong = []
+    for name, shape in live.items():
+        formulas = expected.shapes.get(mask_number(name))
+        if formulas is None or name in behind or (shape == () and formulas):
+            continue
+        wanted = [sizes.get(formula) for formula in formulas]
+        fits = len(shape) == len(wanted) and all(
+            size is None or size == actual for size, actual in zip(wanted, shape, strict=False)
+        )
+        if not fits:
+            text = ["?" if size is None else str(size) for size in wanted]
+            wrong.append(f"{name} {list(shape)} instead of [{', '.join(text)}]")
+    if not wrong:
+        return []
+    return [
+        Problem(
+            "shapes", f"{_count(wrong, 'tensor')} with a shape that contradicts config.json", tuple(wrong)
+        )
+    ]
+
+
+# -- any model --------------------------------------------------------------------------------------------
+
+
+def _find_holes(shapes: Mapping[str, Shape]) -> list[Problem]:
+    """Find missing layers, and single layers that lack tensors of all other layers."""
+    problems = []
+    for stack, layers in split_layers(shapes).items():
+        if stack.rpartition(".")[2] not in _BLOCK_NAMES or len(layers) < 2:
+            continue
+        sizes = sorted(len(rests) for rests in layers.values())
+        if sizes[len(sizes) // 2] < 4:
+            continue  # modules without parameters between the layers of an nn.Sequential
+        missing = [number for number in range(max(layers)) if number not in layers]
+        if missing and len(missing) <= max(layers) // 2:
+            names = tuple(f"{stack}.{number}" for number in missing)
+            problems.append(Problem("layers", "layers are missing between others", names))
+        kinds = Counter(frozenset(_mask_experts(rests)) for rests in layers.values())
+        (usual, count), *_ = kinds.most_common(1)
+        for number, rests in layers.items():
+            own = frozenset(_mask_experts(rests))
+            # Only one layer differs, and layers at both ends do not. Models with layers of different kinds
+            # have more than one layer of a kind.
+            if (
+                kinds[own] == 1
+                and len(kinds) == 2
+                and count >= 3
+                and own < usual
+                and 0 < number < max(layers)
+            ):
+                names = tuple(f"{stack}.{number}.{rest}" for rest in sorted(usual - own))
+                problems.append(Problem("missing", f"{_count(names, 'tensor')} missing", names))
+    return problems
+
+
+def _mask_experts(rests: Iterable[str]) -> set[str]:
+    return {
+        f"{match['module']}.*.{match['rest']}" if (match := _EXPERT.fullmatch(rest)) else rest
+        for rest in rests
+    }
+
+
+def _find_expert_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[Problem]:
+    """Compare the number of experts with the config, and the experts of a layer with each other."""
+    counts = _list_expert_counts(config)
+    modules: dict[str, dict[int, set[str]]] = {}
+    wrong: list[str] = []
+    holes: list[str] = []
+    for name, shape in shapes.items():
+        if match := _EXPERT.fullmatch(name):
+            experts = modules.setdefault(match["module"], {})
+            experts.setdefault(int(match["number"]), set()).add(match["rest"])
+        elif _EXPERT_STACK.fullmatch(name) and len(shape) >= 3 and counts and shape[0] not in counts:
+            wrong.append(f"{name} has {shape[0]:,}")
+    for module, experts in modules.items():
+        size = max(experts) + 1
+        if size > len(experts):
+            holes += [f"{module}.{i}" for i in range(min(size, 100_000)) if i not in experts]
+        elif counts and size not in counts:
+            wrong.append(f"{module} has {size:,}")
+        usual = Counter(rest for rests in experts.values() for rest in rests)
+        for number, rests in sorted(experts.items()):
+            holes += [
+                f"{module}.{number}.{rest}"
+                for rest, count in usual.items()
+                if rest not in rests and 2 * count > len(experts)
+            ]
+    problems = []
+    if holes:
+        problems.append(
+            Problem(
+                "experts",
+                f"{_count(holes, 'expert or tensor' if len(holes) == 1 else 'experts or tensor')} missing",
+                tuple(holes),
+            )
+        )
+    if wrong:
+        problems.append(
+            Problem(
+                "experts",
+                f"config.json has {' or '.join(f'{count:,}' for count in sorted(counts))} experts, but",
+                tuple(wrong),
+                "an expert-parallel save that kept the experts of one rank looks like this; the others are "
+                "lost",
+            )
+        )
+    return problems
+
+
+def _list_expert_counts(config: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of experts that a config allows. Empty if the config does not contain any."""
+    counts: set[int] = set()
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for part in parts:
+        for key, value in part.items():
+            if not _EXPERT_COUNT.fullmatch(key):
+                continue
+            values = value if isinstance(value, list) else [value]
+            numbers = [number for number in values if type(number) is int and number > 0]
+            counts |= {*numbers, *([sum(numbers)] if len(numbers) > 1 else [])}
+        # LongCat-Flash also has experts without parameters, which transformers counts.
+        if type(extra := part.get("zero_expert_num")) is int:
+            counts |= {count + extra for count in counts}
+    return counts
+
+
+def _find_bad_values(tensors: Mapping[str, Tensor]) -> list[Problem]:
+    """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
+    groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
+    for name, tensor in tensors.items():
+        if _METADATA.search(name.rpartition("experts.")[2]):
+            continue
+        if match := _EXPERT.fullmatch(name):
+            if len(tensor.shape) >= 2:
+                expert = _ExpertWeight(name, tensor)
+                groups.setdefault((match["module"], match["rest"]), []).append(expert)
+        elif _EXPERT_STACK.fullmatch(name) and len(tensor.shape) >= 3 and tensor.numel:
+            experts = [_ExpertWeight(f"{name}[{i}]", tensor, i) for i in range(tensor.shape[0])]
+            groups[name, ""] = experts
+    zero: list[str] = []
+    equal: list[str] = []
+    for experts in groups.values():
+        by_sample: dict[bytes, list[_ExpertWeight]] = {}
+        for expert in experts:
+            sample = expert.read_sample()
+            if not (sample != 0).any() and expert.is_zero():
+                zero.append(expert.name)
+                continue
+            # Weights are only equal if their samples are equal.
+            for other in by_sample.setdefault(sample.tobytes(), []):
+                if expert.equals(other):
+                    equal.append(f"{expert.name} = {other.name}")
+                    break
+            else:
+                by_sample[sample.tobytes()].append(expert)
+    lost = "an expert-parallel save that gathered the experts of one rank, or repeated them, looks like this"
+    problems = []
+    if zero:
+        problems.append(
+            Problem("zero experts", f"{_count(zero, 'weight')} of experts with only zeros", tuple(zero), lost)
+        )
+    if equal:
+        problems.append(
+            Problem(
+                "equal experts",
+                f"{_count(equal, 'weight')} of experts equal to another expert",
+                tuple(equal),
+                lost,
+            )
+        )
+    return problems
+
+
+@dataclass(frozen=True)
+class _ExpertWeight:
+    """Weight of one expert: a tensor, or one index of a stack of experts.
+
+    Attributes:
+        name: Name in messages.
+        tensor: Tensor with the weight.
+        index: Index along dimension 0, or None if the tensor is only of this expert.
+    """
+
+    name: str
+    tensor: Tensor
+    index: int | None = None
+
+    @property
+    def _shape(self) -> Shape:
+        return self.tensor.shape if self.index is None else self.tensor.shape[1:]
+
+    def _read(self, rows: slice, columns: slice = slice(None)) -> Array:
+        first = () if self.index is None else (slice(self.index, self.index + 1),)
+        return self.tensor.read((*first, rows, columns))
+
+    def read_sample(self) -> Array:
+        """Read a few elements in the middle of the weight."""
+        row = self._shape[0] // 2
+        return self._read(slice(row, row + 1), slice(0, _SAMPLE_ELEMENTS))
+
+    def _list_blocks(self) -> list[slice]:
+        rows = self._shape[0]
+        row_bytes = max(1, self.tensor.nbytes // max(1, self.tensor.shape[0]))
+        if self.index is not None:
+            row_bytes = max(1, row_bytes // max(1, rows))
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+    def is_zero(self) -> bool:
+        """Return whether all elements are zero; stops at the first other element."""
+        return not any((self._read(rows) != 0).any() for rows in self._list_blocks())
+
+    def equals(self, other: _ExpertWeight) -> bool:
+        """Return whether another weight has the same bytes; stops at the first difference."""
+        if self._shape != other._shape or self.tensor.dtype != other.tensor.dtype:
+            return False
+        return all(self._read(rows).tobytes() == other._read(rows).tobytes() for rows in self._list_blocks())
+
+
+def _find_contradictions(
+    checkpoint: Checkpoint, config: Mapping[str, Any], expected: ExpectedTensors | None
+) -> list[Problem]:
+    """Find settings of the config that contradict the tensors, and that a conversion corrects."""
+    problems = []
+    tensors = checkpoint.tensors
+    if find_stale_quantization(tensors, config):
+        problems.append(
+            Problem(
+                "stale quantization_config",
+                "config.json has a quantization_config, but no tensor is quantized",
+                cause="a conversion removes the key",
+                repaired=True,
+            )
+        )
+    if tie := find_split_tie(tensors, config):
+        head, embedding = tie
+        problems.append(
+            Problem(
+                "split tie",
+                f"config.json ties the embeddings, but {head} differs from {embedding}",
+                cause=f"a conversion writes {_TIE}: false",
+                repaired=True,
+            )
+        )
+    return problems

@@ -1,0 +1,209 @@
+"""Tensors that a model class of transformers requires, read from `expected_tensors.json`.
+
+`python -m tests.expected_tensors` generates the file by building every text model of transformers in many
+variants. It contains only what holds in all variants, so it never contradicts a sound checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_TABLE = Path(__file__).with_name("expected_tensors.json")
+_LAYER = re.compile(r"(?P<stack>(?:[^.]+\.)*?[^.\d][^.]*)\.(?P<number>\d{1,6})\.(?P<rest>.+)")
+_KEYS = {
+    "V": ("vocab_size",),
+    "E": ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim"),
+    "M": ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
+    "X": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size_mlp"),
+    "S": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
+    "N": (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "num_routed_experts",
+        "n_experts",
+    ),
+    "H": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "K": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads"),
+    "D": ("head_dim", "d_kv", "attention_head_size"),
+    "P": ("max_position_embeddings", "n_positions"),
+    "Q": ("q_lora_rank",),
+    "R": ("kv_lora_rank",),
+    "Y": ("d_ff", "encoder_ffn_dim"),
+    "Z": ("decoder_ffn_dim",),
+    "L": ("num_labels",),
+    "B": ("embedding_size", "word_embed_proj_dim", "vocab_size_per_layer_input"),
+    "G": ("global_head_dim",),
+}
+SIZES = (
+    *_KEYS,
+    "HD",
+    "KD",
+    "HD2",
+    "E2",
+    "E3",
+    "E4",
+    "M2",
+    "X2",
+    "S2",
+)
+"""Formulas: a letter of a config value, products of two, and multiples."""
+
+
+def compute_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Compute the value of each formula of `SIZES` that the config determines.
+
+    Args:
+        config: Content of the `config.json`.
+
+    Returns:
+        The sizes, keyed by formula. A formula is missing if the config does not contain its values.
+    """
+    text = config.get("text_config")
+    values = {**config, **(text if isinstance(text, dict) else {})}
+    sizes: dict[str, int] = {}
+    for letter, keys in _KEYS.items():
+        numbers = [values[key] for key in keys if type(values.get(key)) is int]
+        if len(set(numbers)) == 1:
+            sizes[letter] = numbers[0]
+    heads, width = sizes.get("H"), sizes.get("E")
+    no_heads = all(values.get(key) is None for key in _KEYS["D"])
+    if no_heads and heads and width and width % heads == 0:
+        sizes["D"] = width // heads
+    if all(values.get(key) is None for key in _KEYS["K"]) and heads:
+        sizes["K"] = heads
+    if all(values.get(key) is None for key in _KEYS["L"]) and isinstance(values.get("id2label"), dict):
+        sizes["L"] = len(values["id2label"])
+    for formula in SIZES:
+        if formula in _KEYS:
+            continue
+        factors = [int(part) if part.isdigit() else sizes.get(part) for part in formula]
+        if None not in factors:
+            product = 1
+            for factor in factors:
+                product *= factor or 0
+            sizes[formula] = product
+    return sizes
+
+
+def list_numbers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the integers of a config and of its text config, keyed by config key."""
+    text = config.get("text_config")
+    values = {**config, **(text if isinstance(text, dict) else {})}
+    return {key: value for key, value in values.items() if type(value) is int}
+
+
+def is_tied(config: Mapping[str, Any], *, default: bool) -> bool:
+    """Return whether a model may share its output embeddings with its input embeddings.
+
+    Args:
+        config: Content of the `config.json`.
+        default: Result if the config does not contain `tie_word_embeddings`.
+    """
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    values = [
+        part["tie_word_embeddings"] for part in parts if isinstance(part.get("tie_word_embeddings"), bool)
+    ]
+    return any(values) if values else default
+
+
+def mask_number(name: str) -> str:
+    """Replace the number of the layer in a name by an asterisk."""
+    match = _LAYER.fullmatch(name)
+    return f"{match['stack']}.*.{match['rest']}" if match else name
+
+
+def split_layers(names: Iterable[str]) -> dict[str, dict[int, dict[str, str]]]:
+    """Group names by layer.
+
+    Args:
+        names: Names of tensors.
+
+    Returns:
+        Names keyed by the stack (such as `model.layers`), the number of the layer, and the name inside the
+        layer.
+    """
+    stacks: dict[str, dict[int, dict[str, str]]] = {}
+    for name in names:
+        if match := _LAYER.fullmatch(name):
+            layers = stacks.setdefault(match["stack"], {})
+            layers.setdefault(int(match["number"]), {})[match["rest"]] = name
+    return stacks
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Layers of one stack, such as `model.layers`.
+
+    Attributes:
+        depth: Config key with the number of layers, or None if it is unknown.
+        always: Parameters of every layer.
+        groups: Groups of parameters that only occur together in a layer.
+    """
+
+    depth: str | None
+    always: frozenset[str]
+    groups: tuple[frozenset[str], ...]
+
+
+@dataclass(frozen=True)
+class ExpectedTensors:
+    """Parameters of one model class, under the names that transformers uses in memory.
+
+    The number of the layer is replaced by an asterisk.
+
+    Attributes:
+        required: Parameters that the class always has.
+        untied: Parameters that the class has if `tie_word_embeddings` is false.
+        stacks: Layers, keyed by the name of the stack.
+        shapes: Formulas of `SIZES` for each dimension, or `?`.
+        tied: Value of `tie_word_embeddings` if the config does not contain the key.
+    """
+
+    required: frozenset[str]
+    untied: frozenset[str]
+    stacks: Mapping[str, LayerStack]
+    shapes: Mapping[str, tuple[str, ...]]
+    tied: bool
+
+
+@cache
+def _load_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(_TABLE.read_bytes())
+    return table
+
+
+@cache
+def find_expected_tensors(model_type: str, architecture: str) -> ExpectedTensors | None:
+    """Return the parameters of a class, or None if the table does not contain the class."""
+    table = _load_table()
+    index = table["classes"].get(f"{model_type} {architecture}")
+    if index is None:
+        return None
+    body, strings = table["bodies"][index], table["strings"]
+
+    def names(numbers: Iterable[int]) -> frozenset[str]:
+        return frozenset(strings[number] for number in numbers)
+
+    stacks = {
+        strings[int(number)]: LayerStack(
+            layers["depth"], names(layers["always"]), tuple(map(names, layers["groups"]))
+        )
+        for number, layers in body["stacks"].items()
+    }
+    shapes = {strings[int(number)]: tuple(text.split(" ")) for number, text in body["shapes"].items()}
+    return ExpectedTensors(names(body["required"]), names(body["untied"]), stacks, shapes, body["tied"])

@@ -1,0 +1,144 @@
+"""Damages of checkpoints that a conversion has to refuse, and the reasons that it has to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+State = dict[str, Any]
+Damage = Callable[[State, dict[str, Any]], State]
+FORMATS = ("dcp", "zero2", "zero3", "fsdp", "safetensors")
+
+
+class DamagedCheckpoint(NamedTuple):
+    """A damaged checkpoint.
+
+    Attributes:
+        name: Name of the test and of the folder.
+        model: Model in `make_damaged.MODELS`.
+        damage: Function that returns the damaged tensors, and may change the config.
+        reason: Text in the error message.
+        format: Format of the checkpoint.
+    """
+
+    name: str
+    model: str
+    damage: Damage
+    reason: str
+    format: str
+
+
+def lose(*parts: str) -> Damage:
+    """Remove all tensors whose name contains one of the parts."""
+    return lambda state, _: {
+        name: value for name, value in state.items() if not any(part in name for part in parts)
+    }
+
+
+def change(part: str, function: Callable[[Any], Any]) -> Damage:
+    """Replace all tensors whose name contains a part."""
+    return lambda state, _: {
+        name: function(value.clone()) if part in name else value for name, value in state.items()
+    }
+
+
+def configure(**settings: Any) -> Damage:
+    """Change the config."""
+
+    def apply(state: State, config: dict[str, Any]) -> State:
+        config.update(settings)
+        return state
+
+    return apply
+
+
+def halve(value: Any) -> Any:
+    """Return the first half of the rows."""
+    return value[: len(value) // 2].clone()
+
+
+def clear(*experts: int) -> Callable[[Any], Any]:
+    """Return a function that sets the experts of a stack to zero."""
+
+    def apply(value: Any) -> Any:
+        value[list(experts)] = 0
+        return value
+
+    return apply
+
+
+def repeat(source: int, target: int) -> Callable[[Any], Any]:
+    """Return a function that overwrites an expert of a stack with another expert."""
+
+    def apply(value: Any) -> Any:
+        value[target] = value[source]
+        return value
+
+    return apply
+
+
+_SHAPE, _LAYERS, _ZERO = "contradicts config.json", "layers are missing", "only zeros"
+_ROWS: tuple[tuple[str, str, Damage, str], ...] = (
+    ("first layer", "llama", lose("layers.0."), _LAYERS),
+    ("last layer", "llama", lose("layers.3."), _LAYERS),
+    ("two middle layers", "llama", lose("layers.1.", "layers.2."), _LAYERS),
+    ("projection of the last layer", "llama", lose("layers.3.self_attn.q_proj"), "layers.3.self_attn.q_proj"),
+    ("norms of the first layer", "llama", lose("layers.0.input_layernorm", "layers.0.post_att"), "2 tensors"),
+    ("projection of all layers", "llama", lose("up_proj"), "4 tensors missing"),
+    ("embedding", "llama", lose("embed_tokens"), "model.embed_tokens.weight"),
+    ("last norm", "llama", lose("model.norm"), "model.norm.weight"),
+    ("head", "llama", lose("lm_head"), "lm_head.weight"),
+    ("half of a norm", "llama", change("layers.2.input_layernorm", halve), _SHAPE),
+    ("tensor-parallel shard of a projection", "llama", change("layers.1.self_attn.k_proj", halve), _SHAPE),
+    ("half of the embedding", "llama", change("embed_tokens", halve), _SHAPE),
+    ("transposed projection", "llama", change("layers.0.mlp.down_proj", lambda v: v.T.clone()), _SHAPE),
+    ("config with fewer layers", "llama", configure(num_hidden_layers=3), "model.layers has 4 layers"),
+    ("config with more layers", "llama", configure(num_hidden_layers=5), _LAYERS),
+    ("config with other heads", "llama", configure(num_key_value_heads=4), _SHAPE),
+    ("config with more words", "llama", configure(vocab_size=300), _SHAPE),
+    ("config with another width", "llama", configure(intermediate_size=80), _SHAPE),
+    (
+        "half of a stack of experts",
+        "qwen3_moe",
+        change("layers.1.mlp.experts.gate_up", halve),
+        "8 experts, but",
+    ),
+    ("zero experts", "qwen3_moe", change("layers.1.mlp.experts", clear(6, 7)), _ZERO),
+    ("repeated expert", "qwen3_moe", change("layers.0.mlp.experts", repeat(1, 3)), "equal to another"),
+    ("zero projection of one expert", "qwen3_moe", change("layers.0.mlp.experts.down_proj", clear(0)), _ZERO),
+    ("half of a router", "qwen3_moe", change("layers.1.mlp.gate.weight", halve), _SHAPE),
+    (
+        "stack of experts",
+        "qwen3_moe",
+        lose("layers.0.mlp.experts.down_proj"),
+        "layers.0.mlp.experts.down_proj",
+    ),
+    ("last expert of a layer", "mixtral", lose("layers.0.block_sparse_moe.experts.3."), "experts has 3"),
+    ("expert of all layers", "mixtral", lose("experts.1."), "block_sparse_moe.experts.1"),
+    ("projection of one expert", "mixtral", lose("layers.1.block_sparse_moe.experts.2.w2"), "experts.2.w2"),
+    ("zero expert", "mixtral", change("layers.1.block_sparse_moe.experts.2.", lambda v: v * 0), _ZERO),
+    (
+        "transform of the head",
+        "bert",
+        lose("predictions.transform.dense"),
+        "cls.predictions.transform.dense",
+    ),
+    (
+        "position bias",
+        "t5",
+        lose("decoder.block.0.layer.0.SelfAttention.relative"),
+        "relative_attention_bias",
+    ),
+    ("cross-attention", "t5", lose("decoder.block.1.layer.1.EncDecAttention.k"), "EncDecAttention.k"),
+    ("layer of an unknown type", "custom", lose("layers.2."), "missing between others"),
+    ("projection of an unknown type", "custom", lose("layers.2.mlp.down_proj"), "layers.2.mlp.down_proj"),
+)
+DAMAGED = tuple(
+    DamagedCheckpoint(*row, format=FORMATS[index % len(FORMATS)]) for index, row in enumerate(_ROWS)
+)
+EMPTY = (
+    "empty tensors",
+    "llama",
+    change("layers.0.", lambda v: v.flatten()[:0].clone()),
+    "ZeRO-3 leaves such",
+)

@@ -1,0 +1,205 @@
+"""Compare the verdict on complete and damaged checkpoints with what transformers builds."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters.checkpoint import Checkpoint
+from converters.cli import main as cli
+from converters.integrity import find_problems
+from converters.naming import rename_to_published
+from converters.opening import open_checkpoint
+from converters.storage.bytes import Memory
+from converters.tensors.tensor import Tensor
+from tests import architectures
+from tests.converters.compare import error_of
+from tests.converters.damages import DAMAGED, EMPTY, FORMATS, DamagedCheckpoint
+from tests.converters.samples import all_samples, folder_of, parameters
+from tests.expected_tensors import create_config, find_class
+
+FEW_PAIRS = (
+    ("llama", "causal-lm"),
+    ("qwen3_moe", "causal-lm"),
+    ("mixtral", "causal-lm"),
+    ("deepseek_v3", "causal-lm"),
+    ("qwen3_next", "causal-lm"),
+    ("nemotron_h", "causal-lm"),
+    ("zamba2", "causal-lm"),
+    ("gemma3n_text", "causal-lm"),
+    ("t5", "seq2seq-lm"),
+    ("bert", "masked-lm"),
+    ("albert", "masked-lm"),
+    ("gpt2", "sequence-classification"),
+    ("qwen2_vl", "composite"),
+)
+
+
+def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
+    """Build a checkpoint in memory whose tensors have shapes, but no values."""
+    empty = Memory(b"")
+    tensors = {name: Tensor.contiguous(name, "F32", tuple(shape), empty) for name, shape in shapes.items()}
+    return Checkpoint(format="safetensors", root=Path("model"), tensors=tensors, config=config, ties=False)
+
+
+def build_shapes(config: Any, model_class: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Return the shapes that `save_pretrained` would write for a model in memory, and its config."""
+    import torch
+
+    with torch.device("meta"):
+        model = model_class(copy.deepcopy(config))
+    aliases = set(getattr(model, "all_tied_weights_keys", None) or {})
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in aliases}
+    content = json.loads(model.config.to_json_string())
+    return shapes, {**content, "architectures": [model_class.__name__]}
+
+
+def iterate_verdicts(
+    model_type: str, task: str, *, full_size: bool = False
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the problems of a model with the names in memory, and with those of published files."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type) if full_size else create_config(model_type, task)
+    shapes, content = build_shapes(config, find_class(model_type, task))
+    checkpoint = build_checkpoint(shapes, content)
+    yield "live", list(map(str, find_problems(checkpoint, read_values=False)))
+    published = rename_to_published(checkpoint)
+    if published.tensors.keys() != checkpoint.tensors.keys():
+        yield "published", list(map(str, find_problems(published, read_values=False)))
+
+
+@pytest.mark.parametrize("pair", FEW_PAIRS, ids=lambda pair: pair[0])
+def test_complete_models_have_no_problems(pair: tuple[str, str]) -> None:
+    assert not {names: problems for names, problems in iterate_verdicts(*pair) if problems}
+
+
+@pytest.mark.parametrize("case", DAMAGED, ids=lambda case: f"{case.name}-{case.format}")
+def test_damaged_checkpoints_are_refused(
+    case: DamagedCheckpoint, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = damaged / case.name.replace(" ", "-")
+    assert case.reason in error_of(capsys, folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert cli(["inspect", str(folder), "--json"]) == 1
+    assert case.reason in "".join(
+        problem["text"] for problem in json.loads(capsys.readouterr().out)["problems"]
+    )
+
+
+def test_partial_converts_a_damaged_checkpoint(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli([str(damaged / "first-layer"), str(tmp_path / "out"), "--partial"]) == 0
+    assert "--partial: config.json has num_hidden_layers 4, but layers are missing" in capsys.readouterr().err
+
+
+def test_empty_tensors_name_their_cause(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert EMPTY[3] in error_of(capsys, damaged / "empty-tensors", tmp_path / "out")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_complete_checkpoints_have_no_problems(format: str, damaged: Path) -> None:
+    folders = sorted(damaged.glob(f"complete-*-{format}"))
+    assert len(folders) == 6
+    problems = {folder.name: list(map(str, find_problems(open_checkpoint(folder)))) for folder in folders}
+    assert not {name: texts for name, texts in problems.items() if texts}
+
+
+def write_folder(folder: Path, **settings: Any) -> Path:
+    """Write a complete Llama in bfloat16 whose config has other settings."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tests.converters.make_damaged import build_state
+
+    state, config = build_state("llama")
+    folder.mkdir()
+    save_file({name: value.to(torch.bfloat16) for name, value in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", **settings}))
+    return folder
+
+
+def read_config(out: Path) -> dict[str, Any]:
+    """Read the config of a converted model."""
+    config: dict[str, Any] = json.loads((out / "config.json").read_text())
+    return config
+
+
+def test_conversion_unties_embeddings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_folder(tmp_path / "source", tie_word_embeddings=True)
+    assert cli(["inspect", str(source)]) == 1
+    assert cli([str(source), str(tmp_path / "out")]) == 0
+    assert "config.json ties the embeddings, but lm_head.weight differs" in capsys.readouterr().err
+    assert read_config(tmp_path / "out")["tie_word_embeddings"] is False
+
+
+def test_conversion_removes_a_stale_quantization_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_folder(tmp_path / "source", quantization_config={"quant_method": "fp8"})
+    assert cli([str(source), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert "no tensor is quantized" in capsys.readouterr().err
+    config = read_config(tmp_path / "out")
+    assert "quantization_config" not in config
+    assert config["dtype"] == "float32"
+
+
+def test_conversion_writes_a_generation_config_that_transformers_saves(tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    source = write_folder(tmp_path / "source")
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 0}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    original = GenerationConfig.from_pretrained(source)
+    original.max_new_tokens = 5
+    with pytest.raises(ValueError, match="temperature"):
+        original.save_pretrained(tmp_path / "again")
+    assert cli([str(source), str(tmp_path / "out")]) == 0
+    loaded = GenerationConfig.from_pretrained(tmp_path / "out")
+    loaded.max_new_tokens = 5
+    loaded.save_pretrained(tmp_path / "saved")
+    assert loaded.eos_token_id == 0
+
+
+@pytest.mark.parametrize("name", parameters(sample.name for sample in all_samples()))
+def test_samples_have_no_problems(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    assert not list(map(str, find_problems(open_checkpoint(folder_of(name, request, tmp_path / "made")))))
+
+
+def main() -> int:
+    """Check all models of transformers: tiny ones, and those of the default config of each type."""
+    import sys
+
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    count = 0
+    alarms = 0
+    for full_size in (False, True):
+        for pair in architectures.pairs():
+            try:
+                verdicts = list(iterate_verdicts(*pair, full_size=full_size))
+            except Exception as error:
+                print(f"{pair.model_type} {pair.task}: not built: {type(error).__name__}: {str(error)[:80]}")
+                continue
+            for names, problems in verdicts:
+                count += 1
+                if problems:
+                    alarms += 1
+                    size = "full size" if full_size else "tiny"
+                    print(f"{pair.model_type} {pair.task} {size} {names}: {problems[0][:300]}")
+        print(f"{alarms} alarms of {count} complete checkpoints", flush=True)
+    sys.stdout.flush()
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
