@@ -123,7 +123,8 @@ def build(pair: Pair, variant: str) -> Any:
             scope["original_max_position_embeddings"] = 4
         if pair.task == "causal-lm" and hasattr(part, "is_decoder"):
             part.is_decoder = True
-    if hasattr(decoder := getattr(config, "decoder", None), "add_cross_attention"):
+    decoder: Any = getattr(config, "decoder", None)
+    if hasattr(decoder, "add_cross_attention"):
         decoder.is_decoder = decoder.add_cross_attention = True
     if variant != "thresholds" and not change_rope(config, variant):
         return None
@@ -254,7 +255,7 @@ def main(arguments: list[str]) -> int:
         start, name = time.monotonic(), f"{pair.model_type} {pair.task}"
         results[name] = {}
         try:
-            results[name] |= {kind: tuple(result) for kind, result in compare(pair)}
+            results[name] |= {kind: (result.gap, result.refused) for kind, result in compare(pair)}
         except Exception as error:
             results[name]["error"] = (float("inf"), f"{type(error).__name__}: {error}"[:300])
         shown = "; ".join(

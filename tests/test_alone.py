@@ -13,8 +13,8 @@ from portable.errors import UserError
 from portable.model.build import model_config
 from portable.model.padding import explain_padding
 from portable.run.batches import train_loader
-from tests.alone import TOLERANCE, Pair, compare
-from tests.architectures import pairs
+from tests.alone import TOLERANCE, compare
+from tests.architectures import Pair, pairs
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import pairs as preferences
@@ -60,7 +60,7 @@ def test_texts_equal_each_text_alone(pair: Pair, tmp_path: Path, corpus: Path) -
     config = configured(tmp_path, corpus, data__packing=False)
     task = "causal-lm" if pair.task == "composite" else pair.task
     run = config.model_copy(update={"model": config.model.model_copy(update={"task": task})})
-    warned = explain_padding(_Typed(pair.model_type), run) is not None  # type: ignore[arg-type]
+    warned = explain_padding(_Typed(pair.model_type), run) is not None
     for kind, result in results.items():
         if result.refused:
             assert any(reason in result.refused for reason in REFUSALS), (kind, result.refused)
@@ -148,6 +148,7 @@ def test_longrope_factors_follow_each_text(settings: dict[str, Any], micro: int,
                 labels += int(valid.sum())
         assert lengths == {True, False}
         result = trial.step()
+        assert result.numbers is not None
         if "train__loss" in settings:
             numbers = trial.engine.objective.named(trial.backend.read([result.numbers]))
             found = -4 * (numbers["logps/chosen"] + numbers["logps/rejected"])
