@@ -151,8 +151,8 @@ def test_longrope_factors_follow_each_text(settings: dict[str, Any], micro: int,
         assert result.numbers is not None
         if "train__loss" in settings:
             numbers = trial.engine.objective.named(trial.backend.read([result.numbers]))
-            found = -4 * (numbers["logps/chosen"] + numbers["logps/rejected"])
-            assert found == pytest.approx(total, rel=1e-5)
+            log_probs_sum = -4 * (numbers["logps/chosen"] + numbers["logps/rejected"])
+            assert log_probs_sum == pytest.approx(total, rel=1e-5)
         else:
             assert float(result.loss) == pytest.approx(total / labels, rel=1e-5)
 

@@ -264,7 +264,8 @@ class RunSources:
         counts = {name: one.counts()[0] for name, one in self.evaluated.items()}
         context, trained_on = self.context, self.together.contents if self.evals else frozenset()
         sizes = sizes_of(self.training, here, self.tokenizer, self.vocab_size)
-        notes = [note for one in self.evaluated.values() for note in one.tokens.meta.get("notes", ())]
+        evaluated = (source.tokens.meta for source in self.evaluated.values())
+        notes = [note for meta in evaluated for note in meta.get("notes", ())]
         return replace(
             sizes,
             notes=tuple(dict.fromkeys([*sizes.notes, *notes])),

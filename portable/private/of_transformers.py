@@ -218,13 +218,13 @@ class RotaryLayer:
             return self._forward_as_is(x, position[..., None, None], **by_layer)
 
         try:
-            found = torch.vmap(rotate, in_dims=(0, -1))(frequencies, positions.flatten(-2))
+            result = torch.vmap(rotate, in_dims=(0, -1))(frequencies, positions.flatten(-2))
         finally:
             setattr(module, name, before)
         shape = tokens.shape
-        if isinstance(found, tuple):
-            return tuple(part.reshape(*shape, part.shape[-1]) for part in found)
-        return found.reshape(*shape, found.shape[-1])
+        if isinstance(result, tuple):
+            return tuple(part.reshape(*shape, part.shape[-1]) for part in result)
+        return result.reshape(*shape, result.shape[-1])
 
 
 # -- models ------------------------------------------------------------------------------------------------

@@ -169,11 +169,11 @@ def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> No
     if isinstance(wanted, tuple):
         data = classified(path, tmp_path)
         assert data.label_names == wanted
-        found = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
+        names = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
         texts = [data.train.documents(i)[0] for i in range(len(labels))]
         spelled = [labels[number] for number in texts]
         same = [
-            name == label or float(name) == float(label) for name, label in zip(found, spelled, strict=True)
+            name == label or float(name) == float(label) for name, label in zip(names, spelled, strict=True)
         ]
         assert all(same)
     elif wanted == "regression":

@@ -125,17 +125,17 @@ def test_numbers(outputs: int, size: int) -> None:
 )
 @pytest.mark.parametrize("size", [1, 4])
 def test_r2_of_degenerate_labels_matches_sklearn(labels: Any, predictions: Any, r2: float, size: int) -> None:
-    found = values_of(Setting(REGRESSION), torch.tensor(predictions), torch.tensor(labels), size)
-    assert found["r2"] == pytest.approx(r2, abs=1e-6, nan_ok=True)
+    values = values_of(Setting(REGRESSION), torch.tensor(predictions), torch.tensor(labels), size)
+    assert values["r2"] == pytest.approx(r2, abs=1e-6, nan_ok=True)
 
 
 def test_f1_of_absent_classes_matches_sklearn() -> None:
     """The macro mean of several classes has all classes; that of one class has those that occur."""
     labels, logits = torch.tensor([[1.0, 0, 0], [0, 1, 0]]), torch.tensor([[1.0, -1, -1], [-1, -1, -1]])
-    found = values_of(Setting(MULTI, NAMES[:3]), logits, labels, 2)
-    assert found["f1_macro"] == pytest.approx(1 / 3) and found["f1_micro"] == pytest.approx(2 / 3)
-    found = values_of(Setting(SINGLE, NAMES), torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 0]), 3)
-    assert found["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
+    values = values_of(Setting(MULTI, NAMES[:3]), logits, labels, 2)
+    assert values["f1_macro"] == pytest.approx(1 / 3) and values["f1_micro"] == pytest.approx(2 / 3)
+    values = values_of(Setting(SINGLE, NAMES), torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 0]), 3)
+    assert values["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
 
 
 def test_tokens() -> None:
