@@ -211,9 +211,10 @@ def test_blank_records_are_counted(task: str, rows: list[dict[str, Any]], note: 
     """Also if the tokens are cached already, and in data to evaluate on."""
     train = write_jsonl(tmp_path / "train.jsonl", rows)
     held_out = write_jsonl(tmp_path / "eval.jsonl", [*rows, rows[-1]])
+    evaluated: Any = {"source": str(held_out)}
     settings = Settings(
         source=str(train), seq_len=2, packing=False, eval_fraction=0.0, cache_dir=tmp_path / "cache",
-        eval={"source": str(held_out)}, target_field="target",
+        eval=evaluated, target_field="target",
     )  # fmt: skip
     for _ in range(2):
         warnings = build_data(settings, task=task).sizes.warnings

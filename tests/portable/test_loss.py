@@ -215,7 +215,8 @@ def test_padding_is_not_among_the_tokens_of_a_router(
         with torch.no_grad():
             for number in range(2):
                 ids = torch.from_numpy(cache.document("text", number).astype("int64"))
-                trained = torch.from_numpy(cache.trained("text", number).copy())[1:]
+                mask: Any = cache.trained("text", number)
+                trained = torch.from_numpy(mask.copy())[1:]
                 output = plain(ids[None], output_router_logits=True)
                 log_probs = output.logits[0, :-1].log_softmax(-1)
                 total -= float(log_probs[trained, ids[1:][trained]].sum())
