@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM
 class Distillation:
     """The cross-entropy, mixed with the divergence from a teacher with the same tokenizer.
 
+    Models of one family may pad their vocabularies to different sizes. The divergence is over the tokens that
+    both have.
+
     Attributes:
         teacher: a folder or hub id.
         temperature: flattens both distributions.
@@ -39,7 +42,10 @@ class Distillation:
         labels, valid = batch["labels"], batch["labels"] != -100
         student, teacher = outputs.logits.float(), batch["teacher_logits"].float()
         hard = functional.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum")
-        ours, theirs = ((one / self.temperature).log_softmax(dim=-1) for one in (student, teacher))
+        shared = min(student.shape[-1], teacher.shape[-1])
+        ours, theirs = (
+            (one[..., :shared] / self.temperature).log_softmax(dim=-1) for one in (student, teacher)
+        )
         kl = (theirs.exp() * (theirs - ours)).sum(dim=-1) * self.temperature**2
         soft = torch.where(valid, kl, 0.0).sum()
         total = (1 - self.share) * hard + self.share * soft

@@ -33,7 +33,7 @@ from portable import SIBLINGS, is_beside
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 NOTEBOOK = "notebook_"
 """Begins the name of a module made from a notebook or script; a digest of its text follows."""
@@ -307,9 +307,60 @@ def user_code_errors(what: str) -> Iterator[None]:
 
 
 def _said(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f"; {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    frame = _find_user_frame(traceback.extract_tb(error.__traceback__))
+    where = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
     return f"{type(error).__name__}: {one_line(error)}{where}"
+
+
+def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Find the innermost frame in the user's code, where an error of a library can be corrected.
+
+    Code of this project, of the standard library and of installed packages is not the user's, unless the
+    setting names an installed package. The first frame outside of this project and of the libraries below is
+    then the user's, and so are all frames of its package.
+
+    Args:
+        frames: The frames of a traceback, the innermost last.
+
+    Returns:
+        None if there are no frames.
+    """
+    others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDERS)]
+    packages = {frame.filename: _find_library(frame.filename) for frame in others}
+    own = [frame for frame in others if packages[frame.filename] is None]
+    if not own:  # the setting names code of an installed package
+        entry = next((name for name in packages.values() if name not in _FRAMEWORKS), None)
+        own = [frame for frame in others if packages[frame.filename] == entry]
+    return next(reversed(own or others or list(frames)), None)
+
+
+_OWN_FOLDERS = tuple(
+    f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("portable", "converters", "gpu", "tpu")
+)
+_STANDARD_LIBRARY = "standard library"
+_FRAMEWORKS = frozenset({
+    _STANDARD_LIBRARY, "torch", "transformers", "peft", "accelerate", "deepspeed", "numpy", "datasets",
+    "pandas", "pyarrow", "tokenizers", "torch_xla", "torch_tpu", "functorch", "jinja2", "triton",
+})  # fmt: skip
+"""Packages that custom code calls and that are not custom code themselves."""
+
+
+def _find_library(filename: str) -> str | None:
+    """Find the installed package that a file belongs to.
+
+    Args:
+        filename: The file of a frame.
+
+    Returns:
+        The name of the package, or None if the file is neither in an installed package nor in the standard
+        library.
+    """
+    parts = Path(filename).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts[:-1]:
+            return parts[parts.index(folder) + 1].removesuffix(".py")
+    standard = str(Path(os.__file__).parent) + os.sep
+    return _STANDARD_LIBRARY if filename.startswith((standard, "<frozen ")) else None
 
 
 # -- identity ----------------------------------------------------------------------------------------------

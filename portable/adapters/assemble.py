@@ -12,6 +12,7 @@ from portable.model import build as models
 from portable.model.document_attention import check_documents, choose_packing
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
+from portable.model.model_terms import counts_last_tokens
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss
 
@@ -74,7 +75,7 @@ def assemble(
         adapter = adapt(model, model_config, config, grown_from)
     groups_of(model, config.train)  # refuses patterns that do not fit
     if config.data.packing == "documents":
-        check_documents(model)
+        check_documents(model, seq_len=config.data.seq_len)
     check_sharing(model, config)
     # A new model has no special tokens to lose.
     return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
@@ -139,5 +140,6 @@ def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[s
         "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
         "whole": (loss := training_loss(config)) is not None and loss.whole,
+        "with_last": counts_last_tokens(model_config, config.model),
         "ends_texts": config.model.task == "sequence-classification" and classifies_end_token(model_config),
     }

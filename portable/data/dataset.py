@@ -118,6 +118,8 @@ class Hints(TypedDict, total=False):
     """Pad a classifier's texts on the left."""
     whole: bool
     """A causal model gets every token of a sample, not all but the last."""
+    with_last: bool
+    """A causal model gets the last token of a text as well if there is room for it."""
 
 
 def _samples_of(
@@ -261,8 +263,12 @@ class RunSources:
         here = {name: one for name, one in self.tokenized.items() if name not in self.streams}
         counts = {name: one.counts()[0] for name, one in self.evaluated.items()}
         context, trained_on = self.context, self.together.contents if self.evals else frozenset()
+        sizes = sizes_of(self.training, here, self.tokenizer, self.vocab_size)
+        evaluated = (source.tokens.meta for source in self.evaluated.values())
+        notes = [note for meta in evaluated for note in meta.get("notes", ())]
         return replace(
-            sizes_of(self.training, here, self.tokenizer, self.vocab_size),
+            sizes,
+            notes=tuple(dict.fromkeys([*sizes.notes, *notes])),
             evals={name: (one.name, counts.get(name)) for name, one in self.evals.items()},
             trained_on=tuple(name for name, one in self.evals.items() if trained_on & one.contents),
             opened=None if context is None else context.tokenizer,
@@ -305,6 +311,7 @@ def open_sources(
         label_shift=hints.get("label_shift"),
         pad_left=hints.get("pad_left", False),
         whole=hints.get("whole", False),
+        with_last=hints.get("with_last", False),
     )
     context.check(ends_texts=hints.get("ends_texts", False))
     found.vocab_size = context.vocabulary.size

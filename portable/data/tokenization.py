@@ -61,6 +61,7 @@ class TokenizationContext:
     label_shift: Callable[[Any], LabelShift | None] | None = None
     pad_left: bool = False
     whole: bool = False
+    with_last: bool = False
 
     def frame(self, settings: SourceSettings) -> Frame:
         """The special tokens around each text."""
@@ -261,7 +262,8 @@ class TokenizedSource:
         from portable.data.samples.packing import packed_sizes
 
         length = self.settings.data.seq_len
-        packed, held = (packed_sizes(self.tokens, part, length) for part in (train, held_out))
+        last = self.context.with_last
+        packed, held = (packed_sizes(self.tokens, part, length, with_last=last) for part in (train, held_out))
         return packed.samples, held.samples, packed.waste
 
     def check_ends(self) -> None:
@@ -287,14 +289,15 @@ class TokenizedSource:
             return self._of_task(part, classes)
         pad, of = context.vocabulary.pad, (tokens, part, data.seq_len)
         if data.format == PREFERENCE:
-            return Pairs(*of, pad, data.truncation, whole=context.whole)
+            return Pairs(*of, pad, data.truncation, whole=context.whole, with_last=context.with_last)
         if data.packing == "documents":
             from portable.data.samples.packing import PackedDocuments, planned
 
-            return PackedDocuments(*of, planned(*of), pad, data.truncation)
+            plan = planned(*of, with_last=context.with_last)
+            return PackedDocuments(*of, plan, pad, data.truncation, with_last=context.with_last)
         if data.packing:
             return PackedCausal(*of)
-        return PaddedCausal(*of, pad, data.truncation, whole=context.whole)
+        return PaddedCausal(*of, pad, data.truncation, whole=context.whole, with_last=context.with_last)
 
     def _of_task(self, part: Part, classes: Classes | None) -> OfCache:
         """The samples of another task than a causal language model's."""

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from portable.model.document_attention import let_sdpa_take_documents
-from portable.model.shareable import ROUTER_LOSS, a_head_for_each
+from portable.model.model_terms import ROUTER_LOSS
+from portable.model.shareable import a_head_for_each
 from portable.private.of_transformers import attention_functions, attention_kernel, mask_functions, module_of
 
 if TYPE_CHECKING:
@@ -136,6 +137,6 @@ def _of_all_tokens(inner: Callable[..., Any]) -> Callable[..., Any]:
             return inner(gate_logits, num_experts, top_k, attention_mask)
         parts = dist.get_world_size(group)
         whole = [_Exchange.apply(one.expand(parts, *one.shape), group, 0, 1)[0] for one in gate_logits]
-        return inner(tuple(whole), num_experts, top_k, None) / parts  # batches have no padding
+        return inner(tuple(whole), num_experts, top_k, attention_mask) / parts  # a mask is of whole sequences
 
     return loss

@@ -165,7 +165,10 @@ class F1OfSeveral:
     def values(self, totals: Totals) -> dict[str, float]:
         right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
         micro = float(divided(2 * right.sum(), predicted.sum() + present.sum()))
-        return {"f1_micro": micro} | _f1_values(right, predicted, present, self.classes, "f1_macro")
+        values = _f1_values(right, predicted, present, self.classes, "f1_macro")
+        # As in scikit-learn, a class that never occurs counts as 0 here.
+        values["f1_macro"] = float(divided(2 * right, predicted + present).mean())
+        return {"f1_micro": micro} | values
 
 
 def _several(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,15 +220,27 @@ class MeanAbsoluteError(_Errors):
 
 
 class R2(_Errors):
-    """The share of the labels' variance that is explained; the mean over the numbers of a text."""
+    """The share of the labels' variance that is explained; the mean over the numbers of a text.
+
+    Degenerate cases are those of scikit-learn: labels that do not vary have 1.0 for exact predictions and 0.0
+    for others, and fewer than two samples have no value (NaN).
+    """
 
     higher_is_better = True
     names = ("r2",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        mean = divided(totals["sum"], totals["count"])
-        variance = totals["labels squared"] - totals["sum"] * mean
-        return {"r2": float((1 - divided(totals["squared"], variance)).mean())}
+        squared, labels_squared, count = totals["squared"], totals["labels squared"], totals["count"]
+        variance = labels_squared - totals["sum"] * divided(totals["sum"], count)
+        # The difference of equal sums is not exactly zero.
+        varies = variance > _ROUNDING * labels_squared
+        constant = torch.where(squared > 0, 0.0, 1.0)
+        values = torch.where(varies, 1 - divided(squared, variance), constant)
+        return {"r2": float(torch.where(count < 2, torch.nan, values).mean())}
+
+
+_ROUNDING = 1e-12
+"""Relative size of differences between sums of float32 values that are rounding errors."""
 
 
 _PERPLEXITY: Callable[[Setting], Metric] = lambda _: Perplexity()  # noqa: E731

@@ -20,9 +20,11 @@ from portable import plugins
 from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
+from portable.model.model_terms import adds_router_loss
 from portable.model.on_meta import large_tensors_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
+from portable.model.rotations import check_rotations
 from portable.paths import check_folder
 from portable.private import of_transformers
 
@@ -114,19 +116,9 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             f"model.task: seq2seq-lm needs an encoder-decoder model, and {config.model_type} is not one; use "
             "causal-lm"
         )
+    check_rotations(config, settings.task, settings.key)
     without_quantization(config)  # weights are loaded and saved as floats
     return config
-
-
-_ROUTER_LOSS = "output_router_logits"
-
-
-def adds_router_loss(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Whether a pretrained mixture of experts gets its router loss where nobody asked, as in TRL."""
-    text = config.get_text_config()
-    asked = _ROUTER_LOSS in str(settings.config)  # also inside of text_config
-    applies = settings.task == "causal-lm" and not settings.from_scratch and not asked
-    return applies and hasattr(text, _ROUTER_LOSS) and bool(getattr(text, "router_aux_loss_coef", 0.0))
 
 
 def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:

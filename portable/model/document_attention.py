@@ -26,9 +26,10 @@ import torch
 from torch.nn import functional
 
 from portable.config.derived import derived
-from portable.data.samples.base import PART_POSITIONS
+from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS
 from portable.errors import UserError
 from portable.model.layers import trial_forward
+from portable.model.rotations import TextRotations
 from portable.private import of_torch
 from portable.private.of_transformers import (
     attention_kernel,
@@ -110,11 +111,12 @@ OTHER_LAYERS = frozenset(
 """Layer types of transformers that no test covers yet."""
 
 
-def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
+def check_documents(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
     """Raise UserError if ``model`` may let the documents of a packed sample see each other.
 
     Args:
         key: the setting that needs this.
+        seq_len: Tokens of a sample.
     """
     config = model.config
     kernel = attention_kernel(config)
@@ -122,7 +124,7 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
         _masks_of(kernel) is not _masks_of("flash_attention_2") or "flash" not in kernel
     ):
         raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
-    why = explain_mixing(config)
+    why = explain_mixing(config, seq_len)
     if why is None and not _is_causal(model):
         why = "attends in both directions; set is_decoder: true in its config"
     if why is None:
@@ -131,11 +133,12 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
     raise UserError(f"{key}: {type(model).__name__} {why}; {remedy}")
 
 
-def explain_mixing(config: PretrainedConfig) -> str | None:
+def explain_mixing(config: PretrainedConfig, seq_len: int = 0) -> str | None:
     """Explain why attention in a model might cross the document boundaries of a packed sample.
 
     Args:
         config: The transformers config of the model.
+        seq_len: Tokens of a sample.
 
     Returns:
         The reason, as a verb phrase. None if a test has shown that the model type keeps documents apart.
@@ -146,7 +149,13 @@ def explain_mixing(config: PretrainedConfig) -> str | None:
         return f"has layers of type {stateful}, which carry a state from one text to the next"
     if others:
         return f"has layers of type {others[0]}, which were not found to keep packed texts apart"
-    part = config.get_text_config().model_type  # a composite model may have a text config of any type
+    text: Any = config.get_text_config()
+    if getattr(text, "attn_temperature_tuning", False) and seq_len >= text.floor_scale:
+        return (
+            f"scales attention by the position in the sample from {text.floor_scale} tokens on "
+            "(attn_temperature_tuning)"
+        )
+    part = text.model_type  # a composite model may have a text config of any type
     if config.model_type not in KEEP_DOCUMENTS_APART or part not in KEEP_DOCUMENTS_APART | TEXT_PARTS:
         return "was not found to keep packed texts apart"
     return None
@@ -169,7 +178,7 @@ def choose_packing(config: RunConfig) -> RunConfig:
     from portable.model.build import model_config
 
     try:
-        reason = explain_mixing(model_config(config.model))
+        reason = explain_mixing(model_config(config.model), config.data.seq_len)
     except UserError:  # building the model reports the error
         return config
     return config if reason is None else config.replaced({"data.packing": False})
@@ -188,7 +197,7 @@ def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
     default = derived(config).get("data.packing")  # missing if the user has set the value
     if config.data.packing is not False or default != "documents":
         return []
-    reason = explain_mixing(model.config)
+    reason = explain_mixing(model.config, config.data.seq_len)
     if reason is None:
         return []
     return [
@@ -231,11 +240,19 @@ class DocumentAttention:
         types = (config.model_type, config.get_text_config().model_type)
         self._reads_mask = any(model_type in READ_THEIR_MASK for model_type in types)
         self._model = model
+        self._rotations = TextRotations(model)
 
     @contextmanager
     def within(self, inputs: Batch) -> Iterator[dict[str, Any]]:
         """Yield the arguments of ``model.forward`` for a batch; call it in this context."""
+        with self._rotations.within(inputs), self._apart(inputs) as arguments:
+            yield arguments
+
+    @contextmanager
+    def _apart(self, inputs: Batch) -> Iterator[dict[str, Any]]:
+        """Keep the documents of packed samples apart."""
         arguments: dict[str, Any] = dict(inputs)
+        arguments.pop(TEXT_TOKENS, None)
         lengths = arguments.pop("document_lengths", None)
         positions = inputs.get("position_ids")
         if PART_POSITIONS in arguments:  # where ranks share a sequence; those of documents are of the whole

@@ -13,15 +13,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from weakref import WeakSet
 
 import torch
 from torch.nn import functional
 
 from portable import plugins
+from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS, count_text_tokens
 from portable.errors import UserError
 from portable.model.document_attention import DocumentAttention
-from portable.model.model_terms import ModelTerms
+from portable.model.freezing import COMPUTE
+from portable.model.model_terms import ModelTerms, counts_last_tokens
 from portable.model.parameters import adapted
 from portable.model.training_loss import (
     IGNORED,
@@ -73,6 +76,8 @@ class Objective:
         global_batch_size: sequences in an optimizer step, over all ranks.
         head: computes losses in place of logits, if the model has such a head.
         loss: in place of the task's own.
+        compute: The type in which the engine computes if it does not use autocast. None for the type of the
+            parameters.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Objective:
         global_batch_size: int,
         head: ChunkedHead | None = None,
         loss: TrainingLoss | None = None,
+        compute: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._terms = ModelTerms(model)
@@ -89,6 +95,9 @@ class Objective:
         self._head = head
         self._loss = loss
         self._checked = False
+        self._compute = compute
+        self._matched: WeakSet[nn.Module] = WeakSet()
+        """Other models that have the precision of the model in training."""
         self.with_token_metrics = False
         """Whether steps measure hits and entropy beside the loss; on XLA, in one graph, they always do."""
         self._measured: tuple[str, ...] = ()
@@ -103,10 +112,11 @@ class Objective:
         loss, train = training_loss(config), config.train
         if train.neftune_noise_alpha:
             shifted = config.model.task == "causal-lm" and not (loss is not None and loss.whole)
+            shifted = shifted and not counts_last_tokens(model.config, config.model)
             add_noise(model, train.neftune_noise_alpha, beyond=int(shifted))
         if train.dropout is False or (train.dropout is None and loss is not None and not loss.dropout):
             without_dropout(model)
-        return cls(model, train.global_batch_size, head, loss)
+        return cls(model, train.global_batch_size, head, loss, COMPUTE.get(config.precision))
 
     def weight(self, batch: Batch) -> float:
         """What a micro-batch weighs in the mean, counted on the host: its labels, or as the loss says."""
@@ -225,6 +235,9 @@ class Objective:
         def forward(other: nn.Module | None = None, *, adapter: bool = True) -> Outputs:
             attention = self._attention if other is None else DocumentAttention(other)
             head = self._head if other is None else None
+            if other is not None and other not in self._matched:
+                self._match_precision(other)
+                self._matched.add(other)
             with nullcontext() if adapter else without_adapter(self._model):
                 return _outputs(other or self._model, batch, head, attention, loss.needs, self._takes)
 
@@ -235,6 +248,23 @@ class Objective:
                 return dict(function(forward, batch))
         finally:
             self._model.train(training)
+
+    def _match_precision(self, other: nn.Module) -> None:
+        """Cast the parameters of a reference or teacher, which have the precision of their files.
+
+        It then computes as the model in training does. Under autocast, that is the type of its parameters;
+        otherwise the engine casts its parameters to the compute type.
+
+        Args:
+            other: The reference or teacher.
+        """
+        embedding: Any = cast("Any", self._model).get_input_embeddings().weight
+        dtype = embedding.dtype
+        if not torch.is_autocast_enabled(embedding.device.type):
+            dtype = self._compute or dtype
+        for parameter in other.parameters():
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
 
     def _outputs(
         self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None
@@ -293,7 +323,7 @@ def _run(
     with ExitStack() as stack:
         given = stack.enter_context(attention.within(dict(inputs)))
         if terms is not None:
-            given |= stack.enter_context(terms.requested(labels))
+            given |= stack.enter_context(terms.requested(labels, inputs))
         if head is not None:
             stack.enter_context(head.giving(labels, wanted))
         return model(**given)
@@ -415,7 +445,8 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 _INPUTS = (
-    "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths"
+    "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths",
+    PART_POSITIONS, TEXT_TOKENS,
 )  # fmt: skip
 """What samples have for a model, whose own forward may take anything."""
 
@@ -442,7 +473,7 @@ def add_noise(model: nn.Module, alpha: float, *, beyond: int = 0) -> None:
     lengths: list[Tensor] = []
 
     def counted(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
-        lengths[:] = [_document_lengths(given)] if "input_ids" in given else []
+        lengths[:] = [count_text_tokens(given)] if "input_ids" in given else []
 
     def noisy(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
         if not module.training:
@@ -455,16 +486,6 @@ def add_noise(model: nn.Module, alpha: float, *, beyond: int = 0) -> None:
     whole: Any = model
     whole.register_forward_pre_hook(counted, with_kwargs=True)
     whole.get_input_embeddings().register_forward_hook(noisy)
-
-
-def _document_lengths(given: Mapping[str, Any]) -> Tensor:
-    """The number of inputs of the document that each token is in, ``[batch, tokens]`` or ``[batch, 1]``."""
-    ids, positions, mask = given["input_ids"], given.get("position_ids"), given.get("attention_mask")
-    if positions is not None:
-        documents = (positions == 0).long().cumsum(dim=-1)  # of booleans, XLA makes booleans
-        counts = torch.zeros_like(functional.pad(documents, (0, 1)))
-        return counts.scatter_add(1, documents, torch.ones_like(documents)).gather(1, documents)
-    return (torch.ones_like(ids) if mask is None else mask).sum(dim=-1, keepdim=True)
 
 
 _DROPOUTS = (

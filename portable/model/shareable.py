@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import require
 from portable.model.document_attention import READ_THEIR_MASK, check_documents
+from portable.model.model_terms import ROUTER_LOSS
 from portable.private.of_transformers import attention_kernel, module_of
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 KEY = "context_parallel_size"
-ROUTER_LOSS = "load_balancing_loss_func"
-"""The function in a model's module that computes its router loss from the logits of every layer's gate."""
 
 
 def check_sequences(model: Any, config: RunConfig) -> None:
@@ -56,7 +55,7 @@ def _check_attention(model: Any, config: RunConfig) -> None:
         f"{KEY}: the router loss of {name} needs whole sequences; set "
         "model.config.output_router_logits to false",
     )
-    check_documents(model, KEY)
+    check_documents(model, KEY, seq_len=config.data.seq_len)
 
 
 def _is_mixtrals(loss: Any) -> bool:

@@ -67,7 +67,8 @@ class Loss(Protocol):
       tensors. By default its number of labels.
     - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
       runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
-      ``forward(other)`` another model; they return :class:`Outputs`. The
+      ``forward(other)`` another model, whose parameters are cast to the precision of the model in training;
+      they return :class:`Outputs`. The
       tensors that it returns, by name, are added to the batch that the loss gets.
     - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
       starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from portable.private import Package
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 _transformers = Package("transformers", "5.24.0")
@@ -139,6 +142,89 @@ def split_by_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
     }
     apply_tensor_parallelism(model, mesh, {name: plan[name] for name in plan if name not in experts})
     apply_expert_parallelism(model, mesh, mesh, experts, ep_implementation="all_reduce")
+
+
+# -- rotary embeddings -------------------------------------------------------------------------------------
+
+
+def list_rope_types(module: nn.Module) -> dict[str | None, str]:
+    """List the rope types of a rotary embedding.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The rope type of each layer type, with the layer type None if all layers share one. Empty if
+        ``module`` is not a rotary embedding.
+    """
+    types: Any = getattr(module, "rope_type", None)
+    if isinstance(types, str):
+        return {None: types}
+    return dict(types) if isinstance(types, dict) else {}
+
+
+class RotaryLayer:
+    """A rotary embedding of transformers, with the parts that depend on the length of a sequence.
+
+    Args:
+        module: The rotary embedding.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.forward = type(module).forward.__get__(module)
+        self._forward_as_is = inspect.unwrap(type(module).forward).__get__(module)
+
+    @_transformers.needed_for("model.config.rope_parameters")
+    def get_original_length(self, layer_type: str | None) -> int:
+        """Return the length up to which the short factors of LongRoPE apply."""
+        rope = self.module.config.rope_parameters
+        length: int = (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
+        return length
+
+    @_transformers.needed_for("model.config.rope_parameters")
+    def rotate_by_length(self, x: Tensor, positions: Tensor, tokens: Tensor, layer_type: str | None) -> Any:
+        """Compute dynamic rotations with frequencies of their own for each token.
+
+        No value is read from the device.
+
+        Args:
+            x: A tensor with the device and the type of the result.
+            positions: Positions, int64 ``[..., batch, tokens]``.
+            tokens: Length of the text of each token, int64 ``[batch, tokens]``.
+            layer_type: The layer type, or None.
+
+        Returns:
+            The result of the module.
+        """
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        module, prefix = self.module, "" if layer_type is None else f"{layer_type}_"
+        rope_type = list_rope_types(module)[layer_type]
+        by_layer = {} if layer_type is None else {"layer_type": layer_type}
+
+        def compute(length: Tensor) -> Any:
+            return ROPE_INIT_FUNCTIONS[rope_type](module.config, x.device, seq_len=length, **by_layer)[0]
+
+        lengths = tokens.flatten()
+        original = getattr(module, f"{prefix}original_inv_freq").to(x.device)
+        is_longer = (lengths > module.original_max_seq_len)[:, None]
+        frequencies = torch.where(is_longer, torch.vmap(compute)(lengths), original)
+        name = f"{prefix}inv_freq"
+        before = getattr(module, name)
+
+        def rotate(frequency: Tensor, position: Tensor) -> Any:
+            setattr(module, name, frequency)
+            return self._forward_as_is(x, position[..., None, None], **by_layer)
+
+        try:
+            result = torch.vmap(rotate, in_dims=(0, -1))(frequencies, positions.flatten(-2))
+        finally:
+            setattr(module, name, before)
+        shape = tokens.shape
+        if isinstance(result, tuple):
+            return tuple(part.reshape(*shape, part.shape[-1]) for part in result)
+        return result.reshape(*shape, result.shape[-1])
 
 
 # -- models ------------------------------------------------------------------------------------------------

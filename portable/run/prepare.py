@@ -20,6 +20,8 @@ from portable.model.document_attention import list_packing_notes
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
+from portable.model.model_terms import adds_router_loss
+from portable.model.padding import explain_padding
 from portable.model.published import PublishedNames
 from portable.model.reach import get_unreached_names, summarize_parameters
 from portable.model.special_tokens import SpecialTokens
@@ -215,7 +217,7 @@ def notes_on(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
         )
-    if models.adds_router_loss(model_config, resolved.config.model):
+    if adds_router_loss(model_config, resolved.config.model):
         coefficient = model_config.get_text_config().router_aux_loss_coef
         lines.append(
             "note: the loss has the model's router loss, weighed by its router_aux_loss_coef "
@@ -231,6 +233,8 @@ def notes_on(
     lines += [f"note: {note}" for note in list_packing_notes(resolved.config, assembled.model)]
     if resolved.config.train.freezes:
         lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
+    if (padding := explain_padding(model_config, resolved.config)) is not None:
+        lines.append(f"warning: {padding}")
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := cores()):
         lines.append(

@@ -110,3 +110,146 @@ def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
     settings = translations(tmp_path, source=str(source), text_field="a.b", target_field="a.b", seq_len=8)
     data = build_data(settings, task="seq2seq-lm")
     assert data.tokenizer.decode(data.train[0]["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
+
+
+# -- labels, blank records and rendered texts ---------------------------------------------------------------
+
+PANDAS = {
+    "jsonl": lambda frame, path: frame.to_json(path, orient="records", lines=True),
+    "parquet": lambda frame, path: frame.to_parquet(path),
+    "csv": lambda frame, path: frame.to_csv(path, index=False),
+}
+
+
+def classified(path: Path, folder: Path, **more: Any) -> Any:
+    """Return the data of a classifier."""
+    values: dict[str, Any] = {"source": str(path), "seq_len": 8, "vocab_size": 300, "eval_fraction": 0.0}
+    return build_data(
+        Settings(**(values | {"cache_dir": folder / "cache"} | more)), task="sequence-classification"
+    )
+
+
+@pytest.mark.parametrize("suffix", PANDAS)
+def test_whole_numbers_are_classes_in_every_file(suffix: str, tmp_path: Path) -> None:
+    """A missing label makes pandas store the others as floats."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"text": [f"text {i}" for i in range(12)], "label": [i % 3 for i in range(12)]})
+    frame.loc[5, "label"] = None
+    path = tmp_path / f"a.{suffix}"
+    PANDAS[suffix](frame, path)
+    data = classified(path, tmp_path, on_bad_record="skip")
+    assert data.classes.problem == "single_label_classification" and data.label_names == ("0", "1", "2")
+    assert data.tokens.documents == 11
+
+
+CELLS: dict[str, tuple[list[str], tuple[str, ...] | str]] = {
+    "codes": (["00A"] * 3 + ["101"] * 3, ("00A", "101")),
+    "leading zeros": (["007", "010", "101"], ("007", "010", "101")),
+    "words for nothing": (["None", "NA", "null", "yes"], ("NA", "None", "null", "yes")),
+    "numbers and NA": (["0", "1", "NA"], ("0", "1", "NA")),
+    "two spellings of a number": (["1.0", "1", "+2", "2e0"], ("1", "2")),
+    "names with digits": (["1.5-turbo", "3.5", "4"], ("1.5-turbo", "3.5", "4")),
+    "booleans": (["True", "False"], ("False", "True")),
+    "negative": (["-1", "1"], ("-1", "1")),
+    "fractions": (["0.5", "1.5", "2"], "regression"),
+    "fractions and nan": (
+        ["0.5", "1.5", "nan"],
+        "'nan' is not a number, and other labels are numbers with a",
+    ),
+    "one fraction": (["0", "1"] * 10 + ["1.5"], "1 of 21 labels have a fraction, such as 1.5"),
+    "empty": (["0", "", "1"], "row 2: 'label' is null, not a class"),
+}
+
+
+@pytest.mark.parametrize("cells", CELLS)
+def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> None:
+    labels, wanted = CELLS[cells]
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\n" + "".join(f"text {i},{label}\n" for i, label in enumerate(labels)))
+    if isinstance(wanted, tuple):
+        data = classified(path, tmp_path)
+        assert data.label_names == wanted
+        names = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
+        texts = [data.train.documents(i)[0] for i in range(len(labels))]
+        spelled = [labels[number] for number in texts]
+        same = [
+            name == label or float(name) == float(label) for name, label in zip(names, spelled, strict=True)
+        ]
+        assert all(same)
+    elif wanted == "regression":
+        assert classified(path, tmp_path).classes.problem == "regression"
+    else:
+        with pytest.raises(UserError, match=wanted):
+            classified(path, tmp_path)
+
+
+def test_cells_beyond_a_piece_of_a_file_have_the_same_kind(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    rows = [("a", "00A")] * 10_000 + [("008", "101")] * 100
+    path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    data = classified(path, tmp_path)
+    assert data.label_names == ("00A", "101") and data.tokens.documents == 10_100
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "note"),
+    [
+        ("causal-lm", [{"text": ""}, {"text": "a b c d"}], "1 record is left out, because 'text' is blank"),
+        (
+            "seq2seq-lm",
+            [{"text": "a", "target": ""}, {"text": " ", "target": "b"}, {"text": "a", "target": "b"}],
+            "2 records are left out, because 'text' or 'target' is blank",
+        ),
+        (
+            "sequence-classification",
+            [{"text": "", "label": 0}, {"text": "a", "label": 0}, {"text": "b", "label": 1}],
+            "1 record is left out, because 'text' is blank",
+        ),
+    ],
+)
+def test_blank_records_are_counted(task: str, rows: list[dict[str, Any]], note: str, tmp_path: Path) -> None:
+    """Also if the tokens are cached already, and in data to evaluate on."""
+    train = write_jsonl(tmp_path / "train.jsonl", rows)
+    held_out = write_jsonl(tmp_path / "eval.jsonl", [*rows, rows[-1]])
+    evaluated: Any = {"source": str(held_out)}
+    settings = Settings(
+        source=str(train), seq_len=2, packing=False, eval_fraction=0.0, cache_dir=tmp_path / "cache",
+        eval=evaluated, target_field="target",
+    )  # fmt: skip
+    for _ in range(2):
+        warnings = build_data(settings, task=task).sizes.warnings
+        assert [warning for warning in warnings if "left out" in warning] == [
+            f"{path}: {note}" for path in (train, held_out)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "tokens"),
+    [
+        ("causal-lm", {"text": "<s> a b"}, [0, 2, 3, 1]),
+        ("causal-lm", {"text": "<s> a b </s>"}, [0, 2, 3, 1]),
+        ("causal-lm", {"text": "a b"}, [0, 2, 3, 1]),
+        ("causal-lm", {"text": "a <s> b"}, [0, 2, 0, 3, 1]),
+        ("causal-lm", {"text": "<s> <s> b"}, [0, 0, 3, 1]),  # the user's own
+        ("masked-lm", {"text": "<s> a b"}, [0, 2, 3, 1]),
+        ("causal-lm", {"prompt": "<s> a", "completion": " b"}, [0, 2, 3, 1]),
+    ],
+)
+def test_a_rendered_text_has_one_bos(
+    task: str, row: dict[str, Any], tokens: list[int], tmp_path: Path
+) -> None:
+    names = ["<s>", "</s>", "a", "b", "<unk>", "<mask>"]
+    tokenizer = word_level(
+        names, "<s> $A </s>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", mask_token="<mask>"
+    )
+    tokenizer.save_pretrained(tmp_path / "tok")
+    settings = Settings(
+        source=str(write_jsonl(tmp_path / "a.jsonl", [row])),
+        tokenizer=str(tmp_path / "tok"),
+        vocab_size=None,
+        packing=False,
+        format="prompt_completion" if "prompt" in row else "text",
+        eval_fraction=0.0,
+        cache_dir=tmp_path / "cache",
+    )
+    assert build_data(settings, task=task).tokens.document("text", 0).tolist() == tokens

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,20 @@ def beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_files_are_valid(path: Path) -> None:
     config = load_config(path)
     assert config.train.loss is not None and (EXAMPLES / f"{path.stem}.py").is_file()
+
+
+@pytest.mark.parametrize("rows", [-8, 8])
+def test_distillation_aligns_padded_vocabularies(rows: int) -> None:
+    """A teacher with more or fewer unused rows than the student."""
+    loss = importlib.import_module("distillation").Distillation(teacher="")
+    student, teacher = torch.randn(2, 3, 40), torch.randn(2, 3, 40 + rows)
+    batch = {"labels": torch.randint(0, 30, (2, 3)), "teacher_logits": teacher}
+    total, weight, numbers = loss(SimpleNamespace(logits=student), batch)
+    shared = min(40, 40 + rows)
+    ours, theirs = ((logits[..., :shared] / 2).log_softmax(-1) for logits in (student, teacher))
+    wanted = 4 * functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+    assert weight == 6 and float(numbers["divergence"]) == pytest.approx(float(wanted), rel=1e-5)
+    assert float(total) == pytest.approx(float(wanted + numbers["cross_entropy"]) / 2, rel=1e-5)
 
 
 def test_distillation(tmp_path: Path, corpus: Path, brief_runs: None) -> None:

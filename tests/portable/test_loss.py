@@ -183,6 +183,52 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
         torch.testing.assert_close(evaluated.float(), alone.detach(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("packing", "seq_len"), [(False, 48), (False, 96), ("documents", 80), ("documents", 96)]
+)
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_padding_is_not_among_the_tokens_of_a_router(
+    model_type: str, packing: Any, seq_len: int, tmp_path: Path
+) -> None:
+    """The router loss is that of transformers for the tokens of each conversation, the last one included."""
+    rows = [{"messages": row["prompt"] + row["chosen"]} for row in pairs(2)]
+    config = configured(
+        tmp_path / "run",
+        write_jsonl(tmp_path / "conversations.jsonl", rows),
+        model__config={
+            **CAUSAL[model_type],
+            "model_type": model_type,
+            "vocab_size": 400,
+            "max_position_embeddings": 96,
+        },
+        data__chat_template="chatml",
+        data__packing=packing,
+        data__seq_len=seq_len,
+        data__eval_fraction=0,
+        train__global_batch_size=2 if packing is False else 1,
+        train__micro_batch_size=2 if packing is False else 1,
+    )
+    with opened(config) as trial:
+        plain = transformers.AutoModelForCausalLM.from_config(trial.run.model_config).float()
+        plain.load_state_dict(trial.engine.model.state_dict())
+        cache, gates, total, labels = trial.run.data.tokens, [], 0.0, 0
+        with torch.no_grad():
+            for number in range(2):
+                ids = torch.from_numpy(cache.document("text", number).astype("int64"))
+                mask: Any = cache.trained("text", number)
+                trained = torch.from_numpy(mask.copy())[1:]
+                output = plain(ids[None], output_router_logits=True)
+                log_probs = output.logits[0, :-1].log_softmax(-1)
+                total -= float(log_probs[trained, ids[1:][trained]].sum())
+                labels += int(trained.sum())
+                gates.append(output.router_logits)
+            together = tuple(torch.cat(layer) for layer in zip(*gates, strict=True))
+            module: Any = __import__(type(plain).__module__, fromlist=["load_balancing_loss_func"])
+            router = module.load_balancing_loss_func(together, 4, plain.num_experts_per_tok)
+        wanted = total / labels + plain.router_aux_loss_coef * float(router)
+        assert float(trial.step().loss) == pytest.approx(wanted, rel=1e-5)
+
+
 RECOMPUTED = "memory__activation_checkpointing"
 
 

@@ -110,6 +110,34 @@ def test_numbers(outputs: int, size: int) -> None:
     assert found["r2"] == pytest.approx(float((1 - errors.sum(dim=0) / variance.sum(dim=0)).mean()), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("labels", "predictions", "r2"),
+    [
+        ([[0.3, 0.7]] * 6, [[0.5, 0.2]] * 6, 0.0),
+        ([[0.3, 0.7]] * 6, [[0.3, 0.7]] * 6, 1.0),
+        ([[0.3, 0.0], [0.3, 1.0]], [[0.5, 0.0], [0.3, 1.0]], 0.5),  # one of two columns is constant
+        ([[0.0, 0.0]] * 3, [[0.0, 1.0]] * 3, 0.5),
+        ([[1e6, 3.0]] * 5000, [[1e6 + 1, 3.0]] * 5000, 0.5),
+        ([[0.1, 0.7]], [[0.1, 0.7]], math.nan),
+        ([[1e4, 0.0], [1e4 + 1, 2.0]], [[1e4, 0.0], [1e4 + 1, 2.0]], 1.0),
+        ([[1e4, 0.0], [1e4 + 1, 2.0]], [[1e4 + 0.5, 1.0]] * 2, 0.0),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4])
+def test_r2_of_degenerate_labels_matches_sklearn(labels: Any, predictions: Any, r2: float, size: int) -> None:
+    values = values_of(Setting(REGRESSION), torch.tensor(predictions), torch.tensor(labels), size)
+    assert values["r2"] == pytest.approx(r2, abs=1e-6, nan_ok=True)
+
+
+def test_f1_of_absent_classes_matches_sklearn() -> None:
+    """The macro mean of several classes has all classes; that of one class has those that occur."""
+    labels, logits = torch.tensor([[1.0, 0, 0], [0, 1, 0]]), torch.tensor([[1.0, -1, -1], [-1, -1, -1]])
+    values = values_of(Setting(MULTI, NAMES[:3]), logits, labels, 2)
+    assert values["f1_macro"] == pytest.approx(1 / 3) and values["f1_micro"] == pytest.approx(2 / 3)
+    values = values_of(Setting(SINGLE, NAMES), torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 0]), 3)
+    assert values["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
+
+
 def test_tokens() -> None:
     torch.manual_seed(3)
     logits, labels = torch.randn(10, 6, 16), torch.randint(0, 16, (10, 6))

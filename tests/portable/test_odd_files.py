@@ -71,7 +71,7 @@ def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
     path.write_bytes(codecs.BOM_UTF8 + f"text,n\r\n{lines}".encode())
     assert texts(opened(path)) == [cell for cell in cells if cell]
     labelled = opened(path, "sequence-classification", label_field="n")
-    assert [found.label for found in labelled.documents()] == [0, 1, 3, 4, 5]
+    assert [found.label for found in labelled.documents()] == ["0", "1", "3", "4", "5"]
     (tmp_path / "empty.csv").touch()
     assert texts(opened(tmp_path / "empty.csv")) == []
     path.write_text("text;n\na;1\n")

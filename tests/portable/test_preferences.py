@@ -480,6 +480,26 @@ def test_a_frozen_copy_is_the_same_reference(sft: Path, data: Path, tmp_path: Pa
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_reference_computes_in_the_precision_of_the_policy(
+    adapter: bool, precision: str, sft: Path, data: Path, tmp_path: Path
+) -> None:
+    """The files of published models are in bf16."""
+    import transformers
+
+    base = tmp_path / "base"
+    shutil.copytree(sft / "base" / "final", base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16)
+    model.save_pretrained(base)
+    settings = {**PAIRS, "model__config": None, "model__name_or_path": str(base), "precision": precision}
+    settings |= {"adapter__type": "lora", "adapter__r": 4} if adapter else {}
+    settings |= {"train__steps": 1, "train__loss": f"dpo(beta=1.0, reference='{base}')"}
+    first = losses(configured(tmp_path / "run", data, **settings))[0]
+    assert first["loss"] == pytest.approx(LN_2, rel=1e-6)
+    assert first["rewards/margins"] == first["rewards/chosen"] == first["rewards/accuracies"] == 0.0
+
+
 def test_without_an_adapter_there_is_none_to_switch_off(data: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, data, **{**PAIRS, "train__loss": "dpo(reference='adapter')"})
     with pytest.raises(UserError, match="the model has no adapter to switch off; set adapter"):

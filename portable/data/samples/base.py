@@ -8,7 +8,7 @@ so a loss never does. -100 marks positions that do not count. Shapes are fixed f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ SOURCE = "source"
 """The column of a mixture's batch with the number of each row's source, int64 ``[batch]``."""
 PART_POSITIONS = "part_positions"
 """The column with the positions of the tokens of a part of samples, int64 ``[batch, seq_len / parts]``."""
+TEXT_TOKENS = "text_tokens"
+"""The column with the length of the text of each token of a part of samples, with the same shape."""
 Arrays = dict[str, npt.NDArray[Any]]
 Batch = dict[str, torch.Tensor]
 Computed = Callable[[Sequence[int]], Arrays]
@@ -266,11 +268,14 @@ class PaddedCausal(OfCache):
     Attributes:
         pad: the padding token.
         whole: the last token is among the inputs, without a label; else it is a label only.
+        with_last: the last token is among the inputs as well if there is room for it. Unlike with ``whole``,
+            a longer document has ``seq_len`` labels.
     """
 
     pad: int
     truncation: Truncation = "end"
     whole: bool = field(default=False, kw_only=True)
+    with_last: bool = field(default=False, kw_only=True)
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         return self._arrays([self.part(index) for _, index in places])
@@ -278,7 +283,8 @@ class PaddedCausal(OfCache):
     def _arrays(self, numbers: Sequence[int]) -> Arrays:
         kept = slice_of(self.truncation, self.seq_len + (not self.whole))
         documents = [self.cache.document("text", number)[kept] for number in numbers]
-        shown = [tokens if self.whole else tokens[:-1] for tokens in documents]
+        every = self.whole or self.with_last
+        shown = [tokens[: self.seq_len] if every else tokens[:-1] for tokens in documents]
         inputs, mask = pad_rows(shown, self.seq_len, self.pad)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self.seq_len, IGNORED)
         for row, number in zip(labels, numbers, strict=True):
@@ -306,6 +312,23 @@ class Pairs(PaddedCausal):
 def sequence(batch: dict[str, Any], which: int) -> dict[str, Any]:
     """The tokens of one sequence of each sample, ``[batch, tokens]``, where samples have several."""
     return {name: values[:, which] for name, values in batch.items() if values.ndim == 3}
+
+
+def count_text_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Count the inputs of the text that each token is in.
+
+    Args:
+        inputs: A batch, with ``position_ids`` if its samples are packed documents.
+
+    Returns:
+        The lengths, int64 ``[batch, tokens]`` or ``[batch, 1]``.
+    """
+    ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is None:
+        return (torch.ones_like(ids) if mask is None else mask).sum(dim=-1, keepdim=True)
+    documents = (positions == 0).long().cumsum(dim=-1)  # of booleans, XLA makes booleans
+    counts = torch.zeros_like(torch.nn.functional.pad(documents, (0, 1)))
+    return counts.scatter_add(1, documents, torch.ones_like(documents)).gather(1, documents)
 
 
 def pad_rows(

@@ -81,6 +81,7 @@ def classes_of(
         else:
             by_kind = {"classes": SINGLE, "sets": MULTI, "values": REGRESSION if width == 1 else MULTI}
             problem = by_kind[kind]
+            _check_fractions(tokens)
     _check_kind(kind, names, problem)
     if problem != REGRESSION and tokens.values is None:
         return number_classes(names, declared, known, several=problem == MULTI)
@@ -100,6 +101,24 @@ def classes_of(
             f"{len(own)} outputs (num_labels); give lists with one number with a fraction per output"
         )
     return Classes(own, (), problem, tuple(float(name) for name in names))
+
+
+def _check_fractions(tokens: TokenCache) -> None:
+    """Check that a few labels with a fraction do not turn a classification into a regression.
+
+    Raises:
+        UserError: If nearly all labels are whole numbers and a few have a fraction.
+    """
+    fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.documents
+    if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
+        raise UserError(
+            f"data.label_field: {fractions:,} of {documents:,} labels have a fraction, such as "
+            f"{tokens.meta['fraction']:g}, and the others are whole numbers; correct these records for "
+            "classes, or set model.config.problem_type to regression"
+        )
+
+
+_FEW_FRACTIONS = 0.1
 
 
 def classes_as(

@@ -42,7 +42,7 @@ class PackedDocuments(OfCache):
 
     A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an
     input, and its label is the next one. So no label is of another document, and a sample has the labels that
-    its documents have one by one. ``position_ids`` begin at 0 in each document and in the padding.
+    its documents have one by one. ``position_ids`` begin at 0 in each document, and are 0 in the padding.
     ``document_lengths``, int64 ``[batch, most documents of a sample + 1]``, has the positions of each
     document, then those of the padding, then zeros; a row sums to ``seq_len``.
 
@@ -50,11 +50,13 @@ class PackedDocuments(OfCache):
         plan: from :func:`planned`.
         pad: the padding token.
         truncation: what is kept of a document that is longer than a sample.
+        with_last: the last token is an input as well, without a label, if the sample has room for it.
     """
 
     plan: TokenCache
     pad: int
     truncation: Truncation = "end"
+    with_last: bool = False
 
     def __post_init__(self) -> None:
         sizes = PackedSizes(**self.plan.meta["sizes"])
@@ -69,14 +71,15 @@ class PackedDocuments(OfCache):
             at = 0
             for count, number in enumerate(self.documents(index)):
                 tokens = self.cache.document("text", number)[kept]
-                end = at + len(tokens) - 1
-                inputs[row, at:end], labels[row, at:end] = tokens[:-1], tokens[1:]
+                size = min(len(tokens), self.seq_len) if self.with_last else len(tokens) - 1
+                end, end_of_labels = at + size, at + len(tokens) - 1
+                inputs[row, at:end], labels[row, at:end_of_labels] = tokens[:size], tokens[1:]
                 if (trained := self.cache.trained("text", number)) is not None:
-                    labels[row, at:end][~trained[kept][1:]] = IGNORED
+                    labels[row, at:end_of_labels][~trained[kept][1:]] = IGNORED
                 positions[row, at:end] = np.arange(end - at)
                 lengths[row, count] = end - at
                 at = end
-            positions[row, at:] = np.arange(self.seq_len - at)
+            positions[row, at:] = 0
             lengths[row, count + 1] = self.seq_len - at
         return {
             "input_ids": inputs,
@@ -90,8 +93,11 @@ class PackedDocuments(OfCache):
         return numbers
 
 
-def planned(tokens: TokenCache, part: Part, seq_len: int) -> TokenCache:
+def planned(tokens: TokenCache, part: Part, seq_len: int, *, with_last: bool = False) -> TokenCache:
     """Return the plan for the documents of ``part``, from the cache if possible.
+
+    Args:
+        with_last: the last token of a document takes a position as well.
 
     Raises:
         UserError: if no document has two tokens, or the cache is not writable.
@@ -100,14 +106,14 @@ def planned(tokens: TokenCache, part: Part, seq_len: int) -> TokenCache:
     def write(folder: Path) -> None:
         found = PackedSizes(seq_len)
         with closing(TokenWriter(folder, [_FIELD], tokens.documents)) as writer:
-            for numbers, lengths, counts in _packed_windows(tokens, part, seq_len):
+            for numbers, lengths, counts in _packed_windows(tokens, part, seq_len, with_last):
                 writer.add(_FIELD, numbers, counts)
                 found.add(lengths, counts)
             if not found.samples:
                 raise UserError("data.source: no text has two tokens, so there is none to predict; add text")
             writer.finish(sizes=asdict(found))
 
-    return made_once(_plan_folder(tokens, part, seq_len), TokenCache.intact, write)
+    return made_once(_plan_folder(tokens, part, seq_len, with_last), TokenCache.intact, write)
 
 
 @dataclass
@@ -141,30 +147,32 @@ class PackedSizes:
         return 1 - self.filled / max(1, self.samples * self.seq_len)
 
 
-def packed_sizes(tokens: TokenCache, part: Part, seq_len: int) -> PackedSizes:
+def packed_sizes(tokens: TokenCache, part: Part, seq_len: int, *, with_last: bool = False) -> PackedSizes:
     """The sizes that :func:`planned` leads to, from the cache if possible. Writes nothing."""
     found = PackedSizes(seq_len)
-    if (plan := TokenCache.intact(_plan_folder(tokens, part, seq_len))) is not None:
+    if (plan := TokenCache.intact(_plan_folder(tokens, part, seq_len, with_last))) is not None:
         return PackedSizes(**plan.meta["sizes"])
-    for _, lengths, counts in _packed_windows(tokens, part, seq_len):
+    for _, lengths, counts in _packed_windows(tokens, part, seq_len, with_last):
         found.add(lengths, counts)
     return found
 
 
-def _plan_folder(tokens: TokenCache, part: Part, seq_len: int) -> Path:
+def _plan_folder(tokens: TokenCache, part: Part, seq_len: int, with_last: bool) -> Path:
     """The folder of a plan, whether or not it exists."""
-    content = f"{_VERSION} {FORMAT} {tokens.fingerprint} {seq_len} {part}"
+    content = f"{_VERSION} {FORMAT} {tokens.fingerprint} {seq_len} {part}{' with_last' * with_last}"
     return tokens.folder.with_name(digest_of(content))
 
 
 def _packed_windows(
-    tokens: TokenCache, part: Part, seq_len: int
+    tokens: TokenCache, part: Part, seq_len: int, with_last: bool
 ) -> Iterator[tuple[Integers, Integers, Integers]]:
     """For each window: documents in the order of the samples, their lengths, and how many a sample has."""
     lengths = np.empty(tokens.documents, np.uint32)
     for start in range(0, tokens.documents, WINDOW):
         offsets = tokens.offsets["text"][start : start + WINDOW + 1].astype(np.int64)
-        lengths[start : start + WINDOW] = np.clip(np.diff(offsets) - 1, 0, seq_len)
+        sizes = np.diff(offsets)
+        positions = np.where(sizes > 1, sizes, 0) if with_last else sizes - 1
+        lengths[start : start + WINDOW] = np.clip(positions, 0, seq_len)
     for start in range(part.start, part.start + part.num_samples, WINDOW):
         numbers = np.arange(start, min(start + WINDOW, part.start + part.num_samples))
         if part.order is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -45,6 +46,39 @@ class Document:
     """How many characters of the text are a prompt, if it has one."""
 
 
+class Cell(str):
+    """The text of a cell of a .csv file. All cells of a column decide whether they are numbers."""
+
+    __slots__ = ()
+
+    def read_number(self) -> int | float | None:
+        """Read the cell as a number.
+
+        Returns:
+            An integer for a whole number. None if the cell is not a finite number, or is a code with leading
+            zeros such as 007.
+        """
+        text = self.strip()
+        if not _NUMBER.fullmatch(text) or _LEADING_ZERO.match(text):
+            return None
+        number = float(text)
+        if not math.isfinite(number):
+            return None
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        return int(number) if is_whole(number) else number
+
+
+_NUMBER = re.compile(r"[+-]?(\d{1,300}\.?\d{0,300}|\.\d{1,300})([eE][+-]?\d{1,3})?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_LEADING_ZERO = re.compile(r"[+-]?0\d")
+
+
+def is_whole(number: float) -> bool:
+    """Return whether a float is an integer that floats represent exactly."""
+    return number.is_integer() and abs(number) < 2**53
+
+
 class BadRecords:
     """Counts the records that are left out because they cannot be read, and tells the first few."""
 
@@ -69,6 +103,33 @@ class BadRecords:
             tell(f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)")
 
 
+@dataclass
+class BlankRecords:
+    """Counts the records that are left out because their text or target is blank.
+
+    Attributes:
+        count: Records since the count was last reset. A source is read several times.
+    """
+
+    count: int = 0
+
+    def describe(self, name: str, fields: Fields) -> list[str]:
+        """Describe the records that a pass has left out.
+
+        Args:
+            name: The name of the source.
+            fields: The columns that were read.
+
+        Returns:
+            At most one line.
+        """
+        if not self.count:
+            return []
+        columns = repr(fields.text) + (f" or {fields.target!r}" if fields.target is not None else "")
+        records = "record is" if self.count == 1 else "records are"
+        return [f"{name}: {self.count:,} {records} left out, because {columns} is blank"]
+
+
 @dataclass(frozen=True)
 class Fields:
     """The names of the columns; ``None`` for columns that the task does not use."""
@@ -85,6 +146,8 @@ class Fields:
     """Further columns of numbers."""
     bad: BadRecords | None = field(default=None, repr=False, compare=False)
     """Takes the records that cannot be read; None: they end the run."""
+    blank: BlankRecords = field(default_factory=BlankRecords, repr=False, compare=False)
+    """Counts the records without text."""
     format: Format | None = "text"
     """Of the records; None: each source recognizes it by its first record."""
     roles: frozenset[str] = field(default=ANSWERING, repr=False)
@@ -94,7 +157,8 @@ class Fields:
     def key(self) -> str:
         """All that decides which documents a record becomes; a format that is open counts as text."""
         roles = () if self.roles == ANSWERING else sorted(self.roles)
-        return repr((replace(self, format=self.format or "text"), self.bad is None, *roles))
+        kinds = () if self.label is None else ("whole numbers are classes",)
+        return repr((replace(self, format=self.format or "text"), self.bad is None, *roles, *kinds))
 
 
 class NoTextError(UserError):
@@ -135,6 +199,7 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
         fields.bad.skip(error)
         return []
     if not text.strip() or (target is not None and not target.strip()):
+        fields.blank.count += 1
         return []
     return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
 
@@ -155,6 +220,9 @@ def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
 
 def _number_of(row: Mapping[str, Any], name: str, where: str) -> float:
     value = _value_of(row, "columns", name, where)
+    if isinstance(value, Cell):
+        value = float(value) if _NUMBER.fullmatch(value.strip()) else value.strip() or None
+        value = int(value) if isinstance(value, float) and is_whole(value) else value
     if not isinstance(value, int | float) or not math.isfinite(value):
         shown = value if isinstance(value, float) else kind_of(value)
         raise UserError(f"data.columns: {where}: {name!r} is {shown}, not a number; convert it")
@@ -168,10 +236,14 @@ def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
         return tuple(
             float(item) if isinstance(item, bool) else _one_label(item, name, where) for item in value
         )
-    return _one_label(value, name, where)
+    label = _one_label(value, name, where)
+    # pandas stores whole numbers as floats if a label is missing.
+    return int(label) if isinstance(label, float) and is_whole(label) else label
 
 
 def _one_label(value: Any, name: str, where: str) -> int | float | str:
+    if isinstance(value, Cell) and not value.strip():
+        value = None
     if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
         shown = value if isinstance(value, float) else kind_of(value)
         raise UserError(

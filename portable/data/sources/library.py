@@ -10,6 +10,7 @@ import warnings
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from portable.data.sources.documents import Cell
 from portable.data.sources.parquet_rows import without_nulls
 from portable.errors import UserError, one_line
 from portable.paths import open_file
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.data.sources.documents import BadRecords, Fields
-
-_MISSING = ["", "NA", "N/A", "n/a", "<NA>", "NULL", "null", "NaN", "nan", "None", "#N/A"]
-"""Cells that are no number or class, but none at all."""
 
 
 def datasets_library(need: str) -> Any:
@@ -39,7 +37,8 @@ def datasets_library(need: str) -> Any:
 def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Stream the rows of a .csv file without caching it.
 
-    A text may look like a missing value, and in a conversation like a number; a column of numbers is no text.
+    All cells are text. A text may look like a number or like a missing value, and a class may be called NA.
+    The cells of labels and of further columns of numbers are marked as :class:`Cell`.
 
     Args:
         name: of the file, for messages.
@@ -53,8 +52,7 @@ def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mappi
             if header is None:
                 return
             _check_separator(header, name)
-            talks = fields.format not in (None, "text")
-            texts = set(header) if talks else {fields.text, fields.target, fields.pair}
+            marked = {fields.label, *fields.columns}
             rows = iter(
                 datasets.load_dataset(
                     "csv",
@@ -62,9 +60,8 @@ def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mappi
                     split="train",
                     streaming=True,
                     cache_dir=str(scratch),
-                    converters=dict.fromkeys(header, str) if talks else {},
+                    converters=dict.fromkeys(header, str),
                     keep_default_na=False,
-                    na_values={one: _MISSING for one in header if one not in texts},
                     on_bad_lines="error" if fields.bad is None else "warn",
                 )
             )
@@ -72,6 +69,10 @@ def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mappi
                 row = next(rows, None) if fields.bad is None else _next_good(rows, name, fields.bad)
                 if row is None:
                     return
+                row = {
+                    key: Cell(value) if key in marked and isinstance(value, str) else value
+                    for key, value in row.items()
+                }
                 yield f"{name}: row {number}", without_nulls(row)
         except UserError:
             raise

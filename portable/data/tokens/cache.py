@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
+from portable.data.sources.documents import Cell
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ class TokenWriter:
         names: list[int | str] = []
         if self._labels is not None:
             kind, width, names = self._labels.finish()
+            extra |= self._labels.facts
             extra |= {} if kind == "classes" else {"label_kind": kind, "label_width": width}
         if TRAINED in self._streams:
             self._streams[TRAINED].write(np.packbits(self._bits))
@@ -239,6 +241,11 @@ class TokenWriter:
             stream.close()
 
 
+_MOST_CELLS = 1 << 20
+_NO_NUMBER = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "#n/a", "-", "?"})
+"""Words for a missing number, in lower case."""
+
+
 class _Labels:
     """Writes labels of any kind. Even the last label may decide the kind."""
 
@@ -246,11 +253,14 @@ class _Labels:
         self._streams = streams
         self._known: dict[Any, int] | None = {}
         """The number of each class; None once a label was not a class."""
+        self._names: dict[Any, Any] = {}
+        """The name of each class, once all labels are known."""
         self._numbers = True  # all labels so far are numbers
         self._lists: bool | None = None
         self._repeated = False
         self._widths: set[int] = set()
         self._count = 0
+        self._fractions, self._fraction = 0, 0.0  # how many labels have one, and the first of them
         streams[LABEL_ENDS].write([0])
 
     def add(self, label: Label) -> None:
@@ -263,20 +273,52 @@ class _Labels:
         self._repeated = self._repeated or len(set(items)) < len(items)
         if len(self._widths) < 2:  # two are enough to detect a difference
             self._widths.add(len(items))
-        if any(isinstance(item, float) for item in items):
+        numbers: list[Any] = [item.read_number() if isinstance(item, Cell) else item for item in items]
+        self._numbers = self._numbers and not any(isinstance(item, str | None) for item in numbers)
+        if not lists and isinstance(numbers[0], float):
+            self._fraction = numbers[0] if not self._fractions else self._fraction
+            self._fractions += 1
+        # Cells may turn out to be names of classes, unless there are too many to be classes.
+        many = self._known is not None and len(self._known) > _MOST_CELLS and self._fractions
+        if many or any(isinstance(item, float) for item in items):
             self._known = None
-        self._numbers = self._numbers and not any(isinstance(item, str) for item in items)
         if self._known is None and not self._numbers:
             raise _mixed()
         if self._known is not None:
             self._streams[LABELS].write([self._known.setdefault(item, len(self._known)) for item in items])
             self._streams[LABEL_ENDS].write([self._count])
         if self._numbers:
-            self._streams[VALUES].write(items)
+            self._streams[VALUES].write(numbers)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How many labels have a fraction, and the first that has one."""
+        return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
+
+    def _name_cells(self) -> None:
+        """Give the cells of a .csv file their kind, now that all of them are known."""
+        assert self._known is not None
+        cells = [name for name in self._known if isinstance(name, Cell)]
+        self._names = dict(zip(self._known, self._known, strict=True))
+        if self._numbers and self._fractions:
+            self._known = None
+        elif self._numbers:
+            self._names |= {cell: cell.read_number() for cell in cells}
+        elif cells:
+            texts = [cell for cell in cells if cell.read_number() is None]
+            if self._fractions and all(cell.strip().casefold() in _NO_NUMBER for cell in texts):
+                raise UserError(
+                    f"data.label_field: the label {str(texts[0])!r} is not a number, and other labels are "
+                    f"numbers with a fraction, such as {self._fraction:g}; remove the records without a "
+                    "number, or empty their cells and set data.on_bad_record to skip"
+                )
+            self._names |= {cell: str(cell) for cell in cells}
 
     def finish(self) -> tuple[LabelKind, int, list[int | str]]:
         """Return the kind, values per document and class names; of the files, those of the kind stay."""
         width = min(self._widths, default=1)
+        if self._known is not None:
+            self._name_cells()
         if self._known is None:
             if len(self._widths) > 1 or not width:
                 raise UserError(
@@ -301,12 +343,15 @@ class _Labels:
             stream.path.unlink()
 
     def _sort(self, known: dict[Any, int]) -> list[int | str]:
-        if len({isinstance(name, str) for name in known}) > 1:
+        if len({isinstance(name, str) for name in self._names.values()}) > 1:
             raise _mixed()
-        names = sorted(known, key=lambda name: (name if isinstance(name, int) else 0, str(name)))
-        final = np.zeros(len(names), dtype=_OF_FILES[LABELS])
-        for number, name in enumerate(names):
-            final[known[name]] = number
+        names = sorted(
+            set(self._names.values()), key=lambda name: (name if isinstance(name, int) else 0, str(name))
+        )
+        numbers = {name: number for number, name in enumerate(names)}
+        final = np.zeros(len(known), dtype=_OF_FILES[LABELS])
+        for label, index in known.items():
+            final[index] = numbers[self._names[label]]
         if names:
             stream = self._streams[LABELS]
             stream.close()

@@ -38,7 +38,7 @@ from portable.data.tokens.rendering import (
     no_template,
     unstable,
 )
-from portable.data.tokens.tokenizer import CHATML
+from portable.data.tokens.tokenizer import CHATML, begins_with
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -191,8 +191,9 @@ class ChatTemplate:
                 masks = self._masks(several, found, encoded)
                 encoded.counts.update(apart=1, turns=len(several))
             for draft, encoding, within in zip(several, found, masks, strict=True):
-                tokens = np.array([*draft.prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
-                ends = np.full(len(draft.prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
+                prefix = () if begins_with(encoding.ids, draft.prefix) else draft.prefix
+                tokens = np.array([*prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
+                ends = np.full(len(prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
                 encoded.tokens.append(tokens)
                 encoded.trained.append(np.concatenate(ends))
                 self._count_stops(draft, tokens, encoded.trained[-1], encoded)

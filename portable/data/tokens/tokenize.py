@@ -19,7 +19,12 @@ from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
 from portable.data.sources.source import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.data.tokens.parallel import ordered_map
-from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
+from portable.data.tokens.tokenizer import (
+    Vocabulary,
+    begins_with,
+    parallel_tokenizers,
+    tokenizer_digest,
+)
 from portable.errors import UserError, one_line
 from portable.temporary_folder import made_once
 
@@ -108,7 +113,9 @@ class TokenizeJob:
 
     def folder(self, source: Source) -> Path:
         """The folder of the token cache of ``source``, whether or not it exists."""
-        return self.cache / TOKENS / digest_of(f"{source.key} {self.made}")
+        # Older versions gave a second prefix to texts that begin with it.
+        version = " one prefix" if self.frame.prefix else ""
+        return self.cache / TOKENS / digest_of(f"{source.key} {self.made}{version}")
 
     def __call__(self, shard: Shard) -> Path:
         """The folder of the tokens of a shard, in a process of its own."""
@@ -158,6 +165,7 @@ class TokenizeJob:
         )
         with closing(writer), parallel_tokenizers(), bar:
             facts: dict[str, Any] = {}
+            fields.blank.count = 0
             with source.unchanged():
                 if isinstance(source, TokenSource):
                     for tokens, lengths in source.tokens(self.vocabulary.size, self.vocabulary.end):
@@ -174,6 +182,8 @@ class TokenizeJob:
                 raise source.no_text()
             if fields.bad is not None:
                 fields.bad.tell(source.name)
+            if blank := fields.blank.describe(source.name, fields):
+                facts["notes"] = [*facts.get("notes", ()), *blank]
             writer.finish(suffix=list(self.frame.suffix), source=source.name, **facts)
 
     def first_end(self, source: Source) -> int | None:
@@ -238,7 +248,7 @@ def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within:
     tokens: list[int] = []
     ends: list[int] = []
     for document, ids in zip(batch, encoded, strict=True):
-        tokens += ids if within else [*frame.prefix, *ids]
+        tokens += ids if within or begins_with(ids, frame.prefix) else [*frame.prefix, *ids]
         within = not document.ends
         if document.ends:
             if not frame.once or tuple(ids[-len(frame.suffix) :]) != frame.suffix:
@@ -251,7 +261,10 @@ def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within:
     for name, found in (
         (
             "target",
-            [[*around.prefix, *ids, *around.suffix] for ids in _encode(job.tokenizer, targets, targets=True)],
+            [
+                [*(() if begins_with(ids, around.prefix) else around.prefix), *ids, *around.suffix]
+                for ids in _encode(job.tokenizer, targets, targets=True)
+            ],
         ),
         ("pair", _encode(job.tokenizer, [document.pair for document in whole if document.pair is not None])),
     ):

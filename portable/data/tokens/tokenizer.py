@@ -405,3 +405,13 @@ def _files_digest(tokenizer: Any) -> str:
         for path in sorted(folder.iterdir()):
             hasher.update(path.name.encode() + b"\0" + path.read_bytes())
     return hasher.hexdigest()
+
+
+def begins_with(ids: Sequence[int], prefix: Sequence[int]) -> bool:
+    """Return whether a text has the special tokens before it already, as a rendered chat template has.
+
+    Args:
+        ids: The tokens of the text.
+        prefix: The special tokens, such as the BOS token.
+    """
+    return tuple(ids[: len(prefix)]) == tuple(prefix)

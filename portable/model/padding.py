@@ -1,0 +1,50 @@
+"""Models of transformers whose result for a text depends on the padding of its sample."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from portable.config import RunConfig
+
+_ANY_TASK = frozenset(
+    {
+        "big_bird",  # the padded length chooses between full and sparse attention
+        "bigbird_pegasus",
+        "canine",  # pools blocks of characters
+        "convbert",  # convolutions
+        "cpmant",  # counts the tokens other than 0
+        "fnet",  # Fourier transforms over the sample
+        "funnel",  # pools pairs of tokens
+        "mobilebert",  # embeds each token with its neighbors
+        "prophetnet",  # relative positions
+        "yoso",  # hashes
+    }
+)
+_CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
+"""Types that classify at the token after the text, which a text without padding does not have."""
+
+
+def explain_padding(config: PretrainedConfig, run: RunConfig) -> str | None:
+    """Explain that padding changes the result of a text.
+
+    ``python -m tests.alone`` compares each type of transformers with texts without padding.
+
+    Args:
+        config: The transformers config of the model.
+        run: The config of the run.
+
+    Returns:
+        A warning. None if the samples have no padding, or the result of a text does not depend on it.
+    """
+    packs = run.model.task in ("causal-lm", "masked-lm") and run.data.packing is True
+    classifies = run.model.task == "sequence-classification"
+    depends = config.model_type in _ANY_TASK or (classifies and config.model_type in _CLASSIFICATION)
+    if packs or not depends:
+        return None
+    return (
+        f"data.seq_len: transformers computes {config.model_type} with the padding of a sample, so the "
+        "result of a text depends on data.seq_len; set data.seq_len to the length of the model's later use"
+    )

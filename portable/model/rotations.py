@@ -1,0 +1,175 @@
+"""Rotary embeddings whose frequencies follow the length of each text.
+
+Some rotary embeddings depend on the length of the sequence: LongRoPE has one set of factors for short and one
+for long sequences, and dynamic NTK scaling changes the base with the length. transformers takes the largest
+position of a forward pass for the length, so padding and the other texts of a micro-batch would decide. Here,
+each text gets the rotations that it has by itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.data.samples.base import TEXT_TOKENS, count_text_tokens
+from portable.errors import UserError
+from portable.private.of_transformers import RotaryLayer, list_rope_types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+_LENGTH_DEPENDENT = ("longrope", "dynamic")
+
+
+def follows_length(rope_type: str) -> bool:
+    """Return whether the frequencies of a rope type depend on the length of the sequence."""
+    return any(name in rope_type for name in _LENGTH_DEPENDENT)
+
+
+def has_length_dependent_rotations(config: PretrainedConfig) -> bool:
+    """Return whether the rotary embeddings of a model depend on the length of the sequence."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    scopes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(follows_length(str(scope.get("rope_type", ""))) for scope in scopes)
+
+
+def check_rotations(config: PretrainedConfig, task: str, key: str) -> None:
+    """Check that the length of each text is available to the rotary embeddings of a model.
+
+    Args:
+        config: The transformers config of the model.
+        task: The task of the run.
+        key: The setting that names the model.
+
+    Raises:
+        UserError: If the length is not available.
+    """
+    if not has_length_dependent_rotations(config):
+        return
+    if task == "seq2seq-lm":
+        reason = "which padded targets do not have"
+    elif config.get_text_config().model_type == "deepseek_v4":
+        reason = "and its compressed tokens have another length"
+    else:
+        return
+    raise UserError(
+        f"{key}: {config.model_type} has a rope_type that depends on the length of each text, {reason}; use "
+        "another rope_type in model.config.rope_parameters"
+    )
+
+
+class TextRotations:
+    """Gives the rotary embeddings of a model the length of each text.
+
+    Args:
+        model: A transformers model, not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [
+            layer
+            for module in model.modules()
+            if (
+                types := {
+                    name: kind for name, kind in list_rope_types(module).items() if follows_length(kind)
+                }
+            )
+            for layer in [_LengthAwareForward.install(module, types)]
+        ]
+
+    @contextmanager
+    def within(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+        """Use the lengths of the texts in ``inputs`` for the forward pass in this context.
+
+        The lengths stay in use after the context in training, because layers may be recomputed in the
+        backward pass.
+
+        Args:
+            inputs: The inputs of the forward pass.
+        """
+        if not self._layers or "input_ids" not in inputs:
+            yield
+            return
+        tokens = inputs[TEXT_TOKENS] if TEXT_TOKENS in inputs else count_text_tokens(inputs)
+        for layer in self._layers:
+            layer.tokens, layer.in_forward = tokens, True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.in_forward = False
+
+
+class _LengthAwareForward:
+    """Replaces the ``forward`` of a rotary embedding.
+
+    Args:
+        module: The rotary embedding.
+        types: The length-dependent rope type of each layer type. The layer type is None if all layers share
+            one.
+
+    Attributes:
+        tokens: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
+        in_forward: Whether a forward pass of the texts is running.
+    """
+
+    def __init__(self, module: nn.Module, types: Mapping[str | None, str]) -> None:
+        self._layer = RotaryLayer(module)
+        self._types = types
+        self.tokens: Tensor | None = None
+        self.in_forward = False
+
+    @classmethod
+    def install(cls, module: Any, types: Mapping[str | None, str]) -> _LengthAwareForward:
+        """Replace the ``forward`` of ``module``, unless an earlier call has replaced it."""
+        present = vars(module).get("forward")
+        if not isinstance(present, cls):
+            present = module.forward = cls(module, types)
+        return present
+
+    def __call__(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **keywords: Any
+    ) -> Any:
+        """Compute the cosines and sines of each position, as the module does for each text by itself."""
+        layer, tokens = self._layer, self.tokens
+        if layer_type is not None:
+            keywords["layer_type"] = layer_type
+        in_use = tokens is not None and (self.in_forward or layer.module.training)
+        if tokens is None or not in_use or layer_type not in self._types:
+            return layer.forward(x, position_ids, **keywords)
+        if tokens.shape[-1] not in (1, position_ids.shape[-1]):  # positions of other things than tokens
+            return layer.forward(x, position_ids, **keywords)
+        shape = (tokens.shape[0], position_ids.shape[-1])
+        tokens = tokens.expand(shape)
+        positions = position_ids.expand(*position_ids.shape[:-2], *shape)
+        with torch.no_grad():
+            if "longrope" in self._types[layer_type]:
+                return self._choose_factors(x, positions, tokens, layer_type, keywords)
+            return layer.rotate_by_length(x, positions, tokens, layer_type)
+
+    def _choose_factors(
+        self, x: Tensor, positions: Tensor, tokens: Tensor, layer_type: str | None, keywords: dict[str, Any]
+    ) -> Any:
+        """Compute the rotations with the short and with the long factors, and choose by text.
+
+        The module chooses by its largest position. One more position, which is dropped, decides for it.
+        """
+        limit = self._layer.get_original_length(layer_type)
+        is_long = tokens > limit
+        results = []
+        for factors_are_long in (False, True):
+            largest = torch.full_like(positions[..., :1], limit if factors_are_long else 0)
+            # Padding of short texts has positions beyond the limit.
+            shown = positions if factors_are_long else positions.clamp(max=limit - 1)
+            result = self._layer.forward(x, torch.cat([shown, largest], dim=-1), **keywords)
+            results.append(result if isinstance(result, tuple) else (result,))
+        chosen = tuple(
+            torch.where(is_long[..., None], long[..., :-1, :], short[..., :-1, :])
+            for short, long in zip(*results, strict=True)
+        )
+        return chosen if len(chosen) > 1 else chosen[0]
