@@ -94,9 +94,8 @@ def _dictionaries(batch: Any, before: int, name: object, fields: Fields) -> Iter
                 f"data.source: {name}: row {before + number + 1}: {reason}; correct or remove it, or set "
                 "data.on_bad_record to skip"
             )
-            if fields.bad is None:
-                raise refusal from error
-            fields.bad.skip(refusal)
+            refusal.__cause__ = error
+            fields.reject(refusal)
             yield None
 
 
