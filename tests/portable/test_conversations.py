@@ -149,8 +149,9 @@ def test_a_bad_record_is_named_by_its_line(case: dict[str, Any], settings: Setti
 
 @pytest.mark.parametrize("case", ROWS["first"], ids=lambda case: case["line"])
 def test_refusals_at_the_start(case: dict[str, Any], settings: Settings) -> None:
-    with pytest.raises(UserError, match=re.escape(case["line"])):
+    with pytest.raises(UserError, match=re.escape(case["line"])) as error:
         build_data(written(settings, case["row"], **case.get("settings", {})))
+    assert case.get("also", "") in str(error.value) and "text_field" not in str(error.value)
 
 
 def test_a_tokenizer_without_a_template(settings: Settings, tmp_path: Path) -> None:

@@ -477,6 +477,7 @@ def _message(message: Any, where: str, at: int) -> Message:
             raise _refused(where, f"message {at + 1}: {key} is {kind_of(read[key])}; make it a string")
     if "tool_calls" in read:
         read["tool_calls"] = _calls(read["tool_calls"], where, at)
+        read = {"role": role, "content": "", **read}  # a call without words
     reasoning = next((read[key] for key in _REASONING if key in read), None)
     if reasoning is not None:  # templates look for one of two names
         read = {"thinking": reasoning, **read, "reasoning_content": reasoning}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -158,7 +159,7 @@ class Rendering:
         if train_on is None:
             prompted = conversation.prompt is not None and conversation.roles == ANSWERING
             train_on = "completion" if prompted else "assistant"
-        plain, conversation = conversation, self._with_arguments(self._with_parts(conversation))
+        plain, conversation = conversation, self._with_calls(conversation)
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
         text, spans = (
@@ -171,7 +172,7 @@ class Rendering:
         thoughts = [_thought(plain.messages[at]) for at in answers]
         shown = tuple(valid(thought) in text for thought in thoughts if thought)
         said = [(at, own_words(plain.messages[at])) for at in answers]
-        words = tuple((at, each) for at, each in said if each)
+        words = tuple((at, each) for at, each in said if each or plain.messages[at].get("tool_calls"))
         empty = sum(
             not (each or thought or plain.messages[at].get("tool_calls"))
             for (at, each), thought in zip(said, thoughts, strict=True)
@@ -337,6 +338,35 @@ class Rendering:
         except Exception:  # templates are foreign code; what they take is shown by the data
             return False
 
+    def _with_calls(self, conversation: Conversation) -> Conversation:
+        """Convert calls, and the content of a call without words, to the forms that the template writes.
+
+        The content is an empty string. Some templates (DeepSeek R1) write a call only if it is null.
+        """
+        wordless = [
+            "tool_calls" in message and not message["content"].strip() for message in conversation.messages
+        ]
+        try:
+            prepared = self._with_arguments(self._with_parts(conversation))
+            if any(wordless):
+                _check_shown(conversation, self._render(prepared, prepared.messages))
+            return prepared
+        except RecordError:
+            if not any(wordless):
+                raise
+            messages = tuple(
+                {**message, "content": None} if silent else message
+                for message, silent in zip(conversation.messages, wordless, strict=True)
+            )
+            try:
+                prepared = self._with_arguments(self._with_parts(replace(conversation, messages=messages)))
+                _check_shown(conversation, self._render(prepared, prepared.messages))
+            except RecordError:
+                prepared = None
+            if prepared is None:
+                raise
+            return prepared
+
     def _with_arguments(self, conversation: Conversation) -> Conversation:
         """The conversation with its calls' arguments as a string, if the template cannot take objects.
 
@@ -461,7 +491,7 @@ def own_words(message: Message) -> str:
 
 
 def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], said: str) -> None:
-    """Refuse a record if the trained text lacks the words of an answer.
+    """Refuse a record if the trained text lacks the words or a call of an answer.
 
     Blanks and letter case may differ, because templates trim lines and may change case.
 
@@ -473,6 +503,14 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
     Raises:
         RecordError: naming the message.
     """
+    names = Counter(
+        call["function"]["name"] for at, _ in words for call in conversation.messages[at].get("tool_calls", ())
+    )
+    for name, calls in names.items():
+        if said.count(valid(name)) < calls:
+            raise failure(
+                conversation, f"the template leaves out the call of {name!r}; use one that writes calls"
+            )
     place = 0
     for _, own in words:
         place = said.find(own, place)
