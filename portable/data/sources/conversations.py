@@ -427,8 +427,8 @@ def is_empty(value: Any) -> bool:
 def _read_messages(turns: Sequence[Any], where: str) -> list[Message]:
     """Convert each message to its one form.
 
-    The answer to an OpenAI ``function_call`` has the role ``function``. The call becomes one of ``tool_calls``,
-    so its answer becomes one of a ``tool``, otherwise a template would know only one of the two.
+    The answer to an OpenAI ``function_call`` has the role ``function``. The call becomes one of
+    ``tool_calls``, so its answer becomes one of a ``tool``, otherwise a template may write only the call.
     """
     messages = [_message(message, where, at) for at, message in enumerate(turns)]
     called = False

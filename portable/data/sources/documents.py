@@ -92,7 +92,7 @@ class CollectedErrors(BadRecords):
         """Collect an error.
 
         Raises:
-            EnoughErrors: if there are so many errors, or it took so long, that the source is not read to its end.
+            EnoughErrors: if the source is not read to its end, because of many errors or a long time.
         """
         if str(error) not in self._seen:
             self._seen.add(str(error))
@@ -152,6 +152,8 @@ class Fields:
     """Takes the records that cannot be read; None: they end the run."""
     format: Format | None = "text"
     """Of the records; None: each source recognizes it by its first record."""
+    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Names under which fields of a record are read, with the names of these fields."""
     roles: frozenset[str] = field(default=ANSWERING, repr=False)
     """Whose messages of a conversation are trained."""
 
@@ -169,7 +171,8 @@ class Fields:
     def key(self) -> str:
         """All that decides which documents a record becomes; a format that is open counts as text."""
         roles = () if self.roles == ANSWERING else sorted(self.roles)
-        return repr((replace(self, format=self.format or "text"), self.bad is None, *roles))
+        renamed = (self.renamed,) if self.renamed else ()
+        return repr((replace(self, format=self.format or "text"), self.bad is None, *roles, *renamed))
 
 
 class NoTextError(UserError):
@@ -199,6 +202,7 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
         UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
     try:
+        row = rename_fields(row, fields, where)
         columns = tuple(_number_of(row, name, where) for name in fields.columns)
         if fields.format not in (None, "text"):
             from portable.data.sources.conversations import documents_in
@@ -214,6 +218,19 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
     if not text.strip() or (target is not None and not target.strip()):
         return []
     return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
+
+
+def rename_fields(row: Mapping[str, Any], fields: Fields, where: str) -> Mapping[str, Any]:
+    """Return the record with its fields under the names that are read.
+
+    Raises:
+        UserError: if the record has no such field.
+    """
+    if not fields.renamed:
+        return row
+    values = {name: _value_of(row, "columns", source, where) for name, source in fields.renamed}
+    sources = {source for _, source in fields.renamed}
+    return {**{name: value for name, value in row.items() if name not in sources}, **values}
 
 
 def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:

@@ -69,7 +69,7 @@ def rows_of(
 
 def _columns(names: list[str], fields: Fields) -> list[str] | None:
     """The columns to read; None for all."""
-    if fields.format != "text":
+    if fields.format != "text" or fields.renamed:
         return None
     wanted = [fields.text, fields.target, fields.label, fields.pair, *fields.columns]
     found = [name for name in wanted if name is not None]

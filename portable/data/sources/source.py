@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.config.sections import DataConfig, SourceConfig
+from portable.config.sources import number_columns, renamed_fields
 from portable.data.sources.documents import (
     ANSWERING,
     BadRecords,
@@ -29,6 +30,7 @@ from portable.data.sources.documents import (
     RecordError,
     changed_meanwhile,
     read_rows,
+    rename_fields,
     text_only,
 )
 from portable.errors import MissingDataError, MistakesError, RunError, UserError
@@ -82,7 +84,8 @@ class SourceSettings:
             pair=data.text_pair_field if labelled else None,
             prefix=data.source_prefix if translated else "",
             bad=self.bad or (BadRecords() if data.on_bad_record == "skip" else None),
-            columns=data.columns,
+            columns=number_columns(data),
+            renamed=renamed_fields(data),
             format="text" if self.task != CAUSAL else None if kind == "auto" else kind,
             roles=frozenset(data.roles_to_train or ANSWERING),
         )
@@ -237,7 +240,7 @@ class Source(ABC):
             return "text"
         from portable.data.sources.conversations import recognise
 
-        return recognise(first[1], self.fields.text, first[0])
+        return recognise(rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0])
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the place and the columns of each record; nothing for plain text."""

@@ -442,8 +442,8 @@ def notes(counts: Counter[str], prompt_left: str) -> list[str]:
     lines = [f"data.chat_template: {line}" for line in told]
     if counts["empty"]:
         lines.append(
-            f"data.source: {counts['empty']:,} answers are empty: the model is trained to end its turn without "
-            "a word there; remove these records, or set weight: 0 in these messages"
+            f"data.source: {counts['empty']:,} answers are empty: the model is trained to end its turn "
+            "without a word there; remove these records, or set weight: 0 in these messages"
         )
     return lines
 

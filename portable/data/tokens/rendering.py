@@ -504,7 +504,9 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
         RecordError: naming the message.
     """
     names = Counter(
-        call["function"]["name"] for at, _ in words for call in conversation.messages[at].get("tool_calls", ())
+        call["function"]["name"]
+        for at, _ in words
+        for call in conversation.messages[at].get("tool_calls", ())
     )
     for name, calls in names.items():
         if said.count(valid(name)) < calls:
