@@ -142,7 +142,7 @@ def _read_entry(entry: Mapping[str, Any], rows: Rows, number: int, file: File) -
     outer = file.origin(file.path)
 
     def origin(path: tuple[str, ...]) -> Origin:
-        return Origin(f"{outer.text}: entry {number}: {'.'.join(path)}", outer.line)
+        return Origin(f"{outer.text}: entry {number}: {'.'.join(path)}", outer.order)
 
     inner = File(file.program, dict(entry), rows, origin, file.unknown)
     inner.take()
@@ -224,7 +224,11 @@ def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
             form = "preference"
             columns = {ours: one[theirs] for theirs, ours in _OF_PAIRS.items() if one.get(theirs)}
         else:
-            form, columns = _axolotl_format(str(kind), one)
+            try:
+                form, columns = _axolotl_format(str(kind), one)
+            except NoCounterpart as reason:
+                file.refuse(file.path, f"entry {number}: {reason}")
+                form = None
         columns |= {ours: one[f"field_{ours}"] for ours in ("system", "tools") if one.get(f"field_{ours}")}
         columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
         found.append(

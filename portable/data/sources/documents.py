@@ -105,6 +105,11 @@ class CollectedErrors(BadRecords):
             self.complete = False
             raise EnoughErrors
 
+    @property
+    def kinds(self) -> Counter[str]:
+        """Number of errors of each kind."""
+        return Counter(_describe_kind(str(error)) for error in self.errors)
+
     def to_error(self, name: str) -> UserError:
         """Build the error that names the first records and counts all by kind.
 
@@ -115,7 +120,7 @@ class CollectedErrors(BadRecords):
         remedy = "or set data.on_bad_record to skip"
         if len(lines) == 1:
             return RecordError(lines[0] if remedy in lines[0] else f"{lines[0]}; {remedy}")
-        kinds = Counter(_describe_kind(line) for line in lines)
+        kinds = self.kinds
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
         more = ", ..." if len(kinds) > _MOST_KINDS else ""
         total = f"{len(lines):,} bad records" + ("" if self.complete else " or more")

@@ -272,14 +272,18 @@ class Source(ABC):
         reader.settings = replace(self.settings, bad=collected)
         # Until the format of the records is known, only their lines are checked.
         read = reader._documents() if self.fields.format is not None else reader.rows()
+        read_one = False
         try:
             for _ in read:
+                read_one = True
                 collected.check()
         except EnoughErrors:
             pass
         except (UserError, RunError) as error:  # of the source itself
             return error if isinstance(error, UserError) else first
         if not collected.errors:  # the source is not the same any more
+            return first
+        if not read_one and len(collected.kinds) == 1:  # a setting is wrong, and not the records
             return first
         return collected.to_error(self.name)
 
