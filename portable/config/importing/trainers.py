@@ -379,7 +379,7 @@ TRAINERS = {
             "eval_steps": _every("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
             "save_steps": _every("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
             "evals_per_epoch saves_per_epoch": _per_epoch,
-            "logging_steps": lambda value, _: max(1, int(value)),
+            "logging_steps": lambda value, _: None if nothing(value) else max(1, int(value)),
             "tf32": lambda value, file: "tf32" if truth(value) is True and not file.get("bf16") else None,
             "lr_scheduler_kwargs": _schedule_more,
             "warmup_steps": _warmup,
@@ -537,7 +537,7 @@ def finish(file: File, devices: int) -> None:
             del found[key]
     if lora and program == "LLaMA-Factory":
         file.default("adapter.alpha", 2 * found.get("adapter.r", 8), "default of LLaMA-Factory")
-    if program == "TRL" and "train.loss" not in found and not file.values.keys() & _OF_SCRIPTS:
+    if program == "TRL" and "train.loss" not in found and not any(map(file.get, _OF_SCRIPTS)):
         file.default("data.train_on", "all", "default of TRL for conversations: no assistant_only_loss")
     of_warmup = found.keys() & {"train.warmup_ratio", "train.warmup_steps"}
     for key, value in DEFAULTS[program].items():

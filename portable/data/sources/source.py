@@ -253,11 +253,11 @@ class Source(ABC):
             UserError: naming all records that cannot be read, if there are any.
         """
         try:
-            yield from self._documents()
+            yield from self._read_documents()
         except RecordError as error:
             raise self.collect_errors(error) from error
 
-    def _documents(self) -> Iterator[Document]:
+    def _read_documents(self) -> Iterator[Document]:
         for where, row in islice(self.rows(), self.settings.data.max_samples):
             yield from read_rows(row, self.fields, where)
 
@@ -271,7 +271,7 @@ class Source(ABC):
         reader = copy.copy(self)
         reader.settings = replace(self.settings, bad=collected)
         # Until the format of the records is known, only their lines are checked.
-        read = reader._documents() if self.fields.format is not None else reader.rows()
+        read = reader._read_documents() if self.fields.format is not None else reader.rows()
         read_one = False
         try:
             for _ in read:

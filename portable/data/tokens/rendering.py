@@ -171,11 +171,11 @@ class Rendering:
         answers = answers[-1:] if train_on == "last_assistant" else answers
         thoughts = [_thought(plain.messages[at]) for at in answers]
         shown = tuple(valid(thought) in text for thought in thoughts if thought)
-        said = [(at, own_words(plain.messages[at])) for at in answers]
-        words = tuple((at, each) for at, each in said if each or plain.messages[at].get("tool_calls"))
+        own = [(at, own_words(plain.messages[at])) for at in answers]
+        words = tuple((at, each) for at, each in own if each or plain.messages[at].get("tool_calls"))
         empty = sum(
             not (each or thought or plain.messages[at].get("tool_calls"))
-            for (at, each), thought in zip(said, thoughts, strict=True)
+            for (at, each), thought in zip(own, thoughts, strict=True)
         )
         if train_on in ("all", "completion"):
             draft = self._whole_draft(conversation, text, begin, train_on, shown)
