@@ -154,8 +154,10 @@ def _check_other_names(row: Mapping[str, Any], where: str) -> None:
     """
     turns = next((name for name, value in row.items() if _turns_in(value)), None)
     names = {str(name).lower(): name for name in row}
-    question = next((names[name] for name in _QUESTIONS if isinstance(row.get(names.get(name)), str)), None)
-    answer = next((names[name] for name in _ANSWERS if isinstance(row.get(names.get(name)), str)), None)
+    question = next(
+        (names[name] for name in _QUESTIONS if isinstance(row.get(names.get(name, "")), str)), None
+    )
+    answer = next((names[name] for name in _ANSWERS if isinstance(row.get(names.get(name, "")), str)), None)
     if turns is not None:
         form = "conversations" if _from_value(_turns_in(row[turns])) else "messages"
         what, remedy = f"{turns!r} has the turns of a conversation", f"{{{form}: {turns}}}"

@@ -211,8 +211,8 @@ class ChatTemplate:
                 encoded.refused.append(refusal)
                 encoded.samples += [0] * len(documents[first : first + size])
                 continue
-            for drafted, found, masks in samples:
-                self._append(drafted, found, masks, encoded)
+            for sample in samples:
+                self._append(*sample, encoded)
         if self._pairs:  # the same tokens of the prompt count for both
             for one, other in zip(encoded.trained[::2], encoded.trained[1::2], strict=True):
                 first, second = int(one.argmax()), int(other.argmax())
