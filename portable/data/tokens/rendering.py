@@ -509,7 +509,8 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
         for call in conversation.messages[at].get("tool_calls", ())
     )
     for name, calls in names.items():
-        if said.count(valid(name)) < calls:
+        spoken = sum(own.count(valid(name)) for _, own in words)
+        if said.count(valid(name)) < calls + spoken:
             raise failure(
                 conversation, f"the template leaves out the call of {name!r}; use one that writes calls"
             )
