@@ -509,7 +509,7 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
         for call in conversation.messages[at].get("tool_calls", ())
     )
     for name, calls in names.items():
-        spoken = sum(own.count(valid(name)) for _, own in words)
+        spoken = sum(own.count(valid(name)) for _, own in words if own in said)
         if said.count(valid(name)) < calls + spoken:
             raise failure(
                 conversation, f"the template leaves out the call of {name!r}; use one that writes calls"
