@@ -20,7 +20,7 @@ from converters.storage.path_or_url import is_url
 from portable.config import keys
 from portable.config.derived import ZERO, largest_divisor, warmup_steps
 from portable.config.load import parse_file
-from portable.config.sources import mistakes_of_sources, training_key, training_sources
+from portable.config.sources import mistakes_of_sources, number_columns, training_key, training_sources
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 from portable.optim.schedule import build_schedule, schedule_params, too_long_a_warmup
@@ -176,7 +176,14 @@ def _adapter(c: RunConfig) -> Mistakes:
 
 def _data(c: RunConfig) -> Mistakes:
     yield from _ruled(c, "data")
-    for name in c.data.columns:
+    numbers = number_columns(c.data)
+    if numbers and c.data.packing:
+        packing = str(c.data.packing).lower()
+        reason = f"but data.packing {packing} joins records; set data.packing to false"
+        yield f"data.columns has a number for each record, {reason}"
+    if numbers and not c.train.loss:
+        yield "data.columns is for a loss of your own; set train.loss, or remove it"
+    for name in numbers:
         if name in TAKEN:
             yield f"data.columns: {name} is an input of models; rename the column"
 

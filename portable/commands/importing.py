@@ -12,13 +12,20 @@ from converters.console import complain, say
 from portable.checks import check
 from portable.config import keys, load_config
 from portable.config.importing.deepspeed import parse_json
-from portable.config.importing.importer import PROGRAMS, command_line, read
+from portable.config.importing.importer import (
+    PROGRAMS,
+    command_line,
+    python_script,
+    read,
+    split_launcher,
+)
 from portable.config.importing.rows import Imported
 from portable.config.load import parse_file, read_text
 from portable.config.problems import mistake_in
 from portable.config.run_config import RunConfig
 from portable.config.yaml_text import Document, as_yaml, parse
-from portable.errors import MistakesError, UserError, one_line
+from portable.data.sources.opening import recognise_format
+from portable.errors import USER_ERROR, MistakesError, UserError, one_line
 from portable.formatting import human_count
 
 if TYPE_CHECKING:
@@ -58,23 +65,32 @@ def import_files(argv: Sequence[str]) -> int:
     given = parser.parse_args(files)
     if not given.files and not script:
         raise UserError("import: no file; name one, or arguments after --")
+    for path in given.files:
+        if path.suffix == ".py":
+            raise python_script(str(path))
     documents = [(str(path), _document(path)) for path in given.files]
+    launched = None
     if script:
+        launched, script = split_launcher(script)
         documents.append(("command line", Document(command_line(script), {})))
     found = Imported()
     # The number of devices comes first: the global batch follows from it.
     for name, document in sorted(documents, key=lambda one: "num_processes" not in (one[1].value or ())):
-        one = read(document, name, devices=given.devices or found.processes or 1)
+        one = read(document, name, devices=given.devices or launched or found.processes or 1)
         found.processes = one.processes or found.processes
+        if one.processes:
+            count = f"num_processes: {one.processes}"
+            found.notes.append(
+                f"{name}: {count}: start as many ranks: portable-train --nproc {one.processes}"
+            )
+        found.differences += [line for line in one.differences if line not in found.differences]
         for key, value in one.values.items():
             if key not in one.assumed or found.values.keys().isdisjoint((key,)) or key in found.assumed:
                 found.values[key], found.origins[key] = value, one.origins[key]
                 found.assumed = found.assumed - {key} | (one.assumed & {key})
         found.notes += one.notes
         found.refused += one.refused
-    parts, length = (found.values.get(key) for key in ("context_parallel_size", "data.seq_len"))
-    if isinstance(parts, int) and isinstance(length, int) and length % parts and not (length + 1) % parts:
-        found.values["data.seq_len"] = length + 1  # another file says that ranks divide it
+    _drop_assumed_mask(found)
     text, mistakes = config_text(found)
     say(text.rstrip())
     if mistakes:
@@ -82,7 +98,25 @@ def import_files(argv: Sequence[str]) -> int:
     if found.refused:
         without = human_count(len(found.refused), "key")
         complain(f"note: {without} without a counterpart; comments at the end say what to do")
+        return USER_ERROR
     return 0
+
+
+def _drop_assumed_mask(found: Imported) -> None:
+    """Leave out ``data.train_on`` that is a default for conversations if the records have prompts or texts.
+
+    Records of a dataset that has to be downloaded are not read.
+    """
+    if "data.train_on" not in found.assumed:
+        return
+    source = {key: value for key, value in found.values.items() if key.startswith("data.")}
+    try:
+        kind = recognise_format(load_config(None, source).data, "causal-lm", downloads=False)
+    except UserError:
+        return
+    if kind in ("text", "prompt_completion"):
+        del found.values["data.train_on"], found.origins["data.train_on"]
+        found.differences = [line for line in found.differences if "data.train_on" not in line]
 
 
 def _document(path: Path) -> Document:
@@ -111,6 +145,7 @@ def config_text(found: Imported) -> tuple[str, list[str]]:
         ("Missing", missing),
         ("No counterpart, and what to do instead", found.refused),
         ("No effect here, or another meaning", found.notes),
+        ("What will differ from there", found.differences),
     ):
         if lines:
             parts += ["", f"# {title}:", *(line for one in lines for line in _comment(one))]

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from portable.config.types import (
     IDENTITY,
     AnyCase,
+    Columns,
     Flag,
     Names,
     NamesOrPattern,
@@ -227,9 +228,11 @@ class SourceConfig(Section):
     label_field: str = Field(default="label", min_length=1)
     """Field with the label (sequence-classification): a class (an integer or a string), a list of classes, or
     for a regression numbers with a fraction."""
-    columns: Names = ()
-    """Further columns of numbers, one for each record, that reach train.loss in the batch (without packing):
-    a weight, a score, a group."""
+    columns: Columns = ()
+    """Fields of a record that have other names, such as {prompt: question, completion: answer} or {messages:
+    chat.turns}: the name that data.format expects, and the field. Other names are further columns of numbers
+    that reach train.loss in the batch (without packing), such as {weight: score}; a list, such as [weight,
+    score], has only these."""
     text_split: Literal["file", "paragraph", "line"] = "file"
     """Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or a line. Matters
     without packing, where each text is truncated to data.seq_len."""

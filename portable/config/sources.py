@@ -18,6 +18,25 @@ _OF_ONE_SOURCE = ("config_name", "split", "max_samples", "format")
 """Not taken over by a source of its own: which part of the training's source is read, and as what."""
 _ALONE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedule": ()}
 
+RECORD_FIELDS = {
+    *("text", "target", "label", "messages", "conversations", "prompt", "completion", "chosen"),
+    *("rejected", "instruction", "input", "output", "history", "system", "system_prompt"),
+    *("tools", "functions", "chat_template_kwargs"),
+}
+"""Fields that a format of records reads by these names."""
+
+
+def number_columns(data: SourceConfig) -> tuple[str, ...]:
+    """Return the names of the columns of numbers in ``data.columns``."""
+    return tuple(
+        name for name in data.columns if not isinstance(data.columns, dict) or name not in RECORD_FIELDS
+    )
+
+
+def renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
+    """Return pairs of a name that is read and the field of a record that has its value."""
+    return tuple(data.columns.items()) if isinstance(data.columns, dict) else ()
+
 
 def training_key(name: str) -> str:
     """The dotted key of the source ``name``; of the ``data`` section for the only source of a run."""
@@ -63,6 +82,8 @@ def held_out_name(data: DataConfig) -> str:
 def mistakes_of_sources(data: DataConfig) -> Iterator[str]:
     """What is wrong with the sources together, in one line each."""
     names: set[str] = set()
+    if data.sources and data.source is not None:
+        yield "data.source: has no effect beside data.sources; remove it, or make it one of data.sources"
     for one in data.sources:
         key = training_key(one.name)
         if one.name in names:

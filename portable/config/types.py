@@ -95,6 +95,11 @@ OpenMapping = Annotated[dict[str, Any], BeforeValidator(_plain_mapping)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Field(strict=False)]
 """A list of names; a single name needs no brackets."""
 
+Columns = Annotated[
+    Annotated[tuple[str, ...], Field(strict=False)] | dict[str, str], BeforeValidator(_one_or_many)
+]
+"""A list of names, or a mapping from names to the fields of a record that have their values."""
+
 
 def _canonical(value: object) -> object:
     return str(plugins.parse(value)) if isinstance(value, str) else value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portable.config.sources import number_columns
 from portable.data.samples.base import (
     PackedCausal,
     PaddedCausal,
@@ -280,7 +281,7 @@ class TokenizedSource:
     def samples(self, part: Part | None = None, classes: Classes | None = None) -> Samples:
         """The samples of a part; of all that is not held out without one."""
         found = self._samples(self.parts()[0] if part is None else part, classes)
-        found.with_columns = bool(self.settings.data.columns)
+        found.with_columns = bool(number_columns(self.settings.data))
         return found
 
     def _samples(self, part: Part, classes: Classes | None) -> OfCache:

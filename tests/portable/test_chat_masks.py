@@ -9,12 +9,13 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+import trl
 import yaml
 
 from portable.data.sources.conversations import read_preference
 from portable.data.sources.documents import ANSWERING, Document
 from portable.data.tokens.chat_template import ChatTemplate, Encoded
-from portable.data.tokens.rendering import DAY
+from portable.data.tokens.rendering import DAY, Rendering
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -22,6 +23,7 @@ from tests.portable.chat_support import (
     NO_FRAME,
     SYSTEM,
     TALK,
+    TEMPLATES,
     plain_chatml,
     record,
     template,
@@ -98,6 +100,53 @@ def test_answers_are_found_by_their_prefixes(name: str) -> None:
             left = tokenizer(name).decode(np.array(tokens)[extra])
             between = "<|end|>" if name == "gptoss" else ""  # which the last answer has in another form
             assert left == between.join([family.in_marks] * len(answers))
+
+
+TRL_TEMPLATES = Path(trl.__file__).with_name("chat_templates")
+EVERY_TEMPLATE = sorted([*TRL_TEMPLATES.glob("*.jinja"), *TEMPLATES.glob("*.jinja")])
+EMPTY = (
+    {"tool_calls": []},
+    {"tool_calls": "", "function_call": None},
+    {"reasoning_content": "", "thinking": ""},
+)
+
+
+def test_empty_keys_mean_missing_keys_in_every_template() -> None:
+    """TRL's templates and those of the model families here write the same text."""
+    assert len(EVERY_TEMPLATE) > 80
+    written = 0
+    for path in EVERY_TEMPLATE:
+        rendering = Rendering(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
+        for answer in ("It is 5.", "<think>\nhm\n</think>\n\nIt is 5."):
+            plain, *others = (
+                [
+                    {"role": "user", "content": "What is 2 + 3?", **more},
+                    {"role": "assistant", "content": answer, **more},
+                ]
+                for more in ({}, *EMPTY)
+            )
+            drafts = [
+                rendering.drafts([record({"messages": talk})], collect=True)[0] for talk in (plain, *others)
+            ]
+            texts = [[one.text for one in each] if isinstance(each, list) else str(each) for each in drafts]
+            assert texts == texts[:1] * len(texts), path.name
+            written += isinstance(texts[0], list)
+    assert written > 160
+
+
+def test_a_call_without_words_is_the_same_call_in_every_template() -> None:
+    """``content`` null, empty or missing beside a call."""
+    compared = 0
+    for path in EVERY_TEMPLATE:
+        rendering = Rendering(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
+        asks, call, *rest = ROWS["calls"]
+        talks = [[asks, {**call, **said}, *rest] for said in ({"content": None}, {"content": ""}, {})]
+        rows = [record({"messages": talk, "tools": ROWS["tools"]}) for talk in talks]
+        drafts = [rendering.drafts([row], collect=True)[0] for row in rows]
+        texts = {str([one.text for one in each] if isinstance(each, list) else each) for each in drafts}
+        assert len(texts) == 1, (path.name, texts)
+        compared += all(isinstance(each, list) for each in drafts)
+    assert compared > 50
 
 
 THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]

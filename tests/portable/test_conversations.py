@@ -24,7 +24,7 @@ from portable.data.samples.base import IGNORED
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
-from portable.errors import RunError, UserError
+from portable.errors import MistakesError, RunError, UserError
 from portable.run.rank import run_rank
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, replace, write_jsonl
@@ -147,10 +147,56 @@ def test_a_bad_record_is_named_by_its_line(case: dict[str, Any], settings: Setti
     assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
 
 
+def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first ten by their lines, and all by kind; ``skip`` leaves the same records out."""
+    good, silent = {"messages": GREETING}, {"messages": [QUESTION]}
+    empty = {"messages": [QUESTION, {"role": "assistant", "content": ""}]}
+    typo = {"message": GREETING}
+    lost = {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]}
+    given = written(settings, good, *[silent] * 8, good, *[typo] * 4, empty, good)
+    with Path(settings.source).open("a") as file:
+        file.write('{"messages": [\n"text"\n')
+    with pytest.raises(MistakesError) as error:
+        build_data(given)
+    lines = error.value.lines
+    assert [re.search(r"chat.jsonl:(\d+): ", line)[1] for line in lines[:10]] == [  # type: ignore[index]
+        *map(str, range(2, 10)),
+        *map(str, (11, 12)),
+    ]
+    assert (
+        "14 bad records (8 x the assistant says nothing, or context only, 4 x messages is missing"
+        in lines[10]
+    )
+    assert lines[10].endswith("correct or remove them, or set data.on_bad_record to skip")
+    skipping = replace(given, on_bad_record="skip")
+    data = build_data(skipping)
+    assert len(data.train) == 4 and "14 records were skipped" in capsys.readouterr().err
+    (line,) = data.sizes.warnings
+    assert line.startswith("data.source: 1 answers are empty: the model is trained to end its turn")
+    # Records that the template cannot write.
+    given = written(settings, good, lost, good, lost)
+    with pytest.raises(MistakesError) as error:
+        build_data(given)
+    assert [line.count("leaves out the call of 'look'") for line in error.value.lines[:2]] == [1, 1]
+    assert "2 bad records (2 x the template leaves out the call of '...')" in error.value.lines[2]
+    assert len(build_data(replace(given, on_bad_record="skip")).train) == 2
+    with pytest.raises(
+        UserError, match=r"chat.jsonl:2: .*leaves out the call .*or set data.on_bad_record to skip"
+    ):
+        build_data(written(settings, good, lost))
+
+
+def test_a_wrong_setting_is_named_once(settings: Settings) -> None:
+    with pytest.raises(UserError, match="no field 'body'") as error:
+        build_data(written(settings, *[{"text": "a"}] * 9, text_field="body", format="text"))
+    assert not isinstance(error.value, MistakesError)
+
+
 @pytest.mark.parametrize("case", ROWS["first"], ids=lambda case: case["line"])
 def test_refusals_at_the_start(case: dict[str, Any], settings: Settings) -> None:
-    with pytest.raises(UserError, match=re.escape(case["line"])):
+    with pytest.raises(UserError, match=re.escape(case["line"])) as error:
         build_data(written(settings, case["row"], **case.get("settings", {})))
+    assert case.get("also", "") in str(error.value) and "text_field" not in str(error.value)
 
 
 def test_a_tokenizer_without_a_template(settings: Settings, tmp_path: Path) -> None:

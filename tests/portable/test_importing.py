@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import Seq2SeqTrainingArguments
+from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from portable.cli import main
 from portable.commands.importing import import_files
 from portable.config import RunConfig, keys, load_config
 from portable.config.importing.importer import PROGRAMS, read
+from portable.config.importing.rows import row_of
+from portable.config.importing.trainers import TRAINERS
 from portable.config.yaml_text import Document, parse
 from tests.published import tree
 
@@ -115,6 +121,168 @@ def test_a_default_of_a_program_yields_to_what_another_file_says(
         found, _ = imported(*names, capsys=capsys)
         assert found["train.learning_rate"] == 1e-4  # and not TRL's default
         assert found["train.weight_decay"] == 0.2  # and not DeepSpeed's
+
+
+SCHEMAS = json.loads((IMPORTS / "schemas.json").read_text("utf-8"))
+"""Defaults and keys of programs that are not installed here, read from the sources of the named release."""
+AXOLOTL_DEFAULTS, AXOLOTL_ENTRY_KEYS, FACTORY_DEFAULTS, TUNE_DATASETS = SCHEMAS.values()
+MODEL = {"model_name_or_path": "org/model"}
+ENTRY = {"path": "org/chats", "type": "chat_template"}
+STARTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "TRL": ({**MODEL, "dataset_name": "a"}, lambda: defaults_of(SFTConfig, ModelConfig, ScriptArguments)),
+    "TRL with LoRA": ({**MODEL, "dataset_name": "a", "use_peft": True}, lambda: defaults_of(ModelConfig)),
+    "TRL's DPO": ({**MODEL, "dataset_name": "a", "beta": 0.1}, lambda: defaults_of(DPOConfig)),
+    "axolotl": ({"base_model": "a", "datasets": [ENTRY]}, lambda: AXOLOTL_DEFAULTS),
+    "axolotl with LoRA": (
+        {"base_model": "a", "adapter": "lora", "datasets": [ENTRY]},
+        lambda: AXOLOTL_DEFAULTS,
+    ),
+    "LLaMA-Factory": (
+        {**MODEL, "finetuning_type": "full", "cutoff_len": 2048},
+        lambda: defaults_of(Seq2SeqTrainingArguments) | FACTORY_DEFAULTS,
+    ),
+}
+WITHOUT_WEIGHT = ("log.", "checkpoint.every_steps", "output_dir")
+"""Settings that do not change what is learned."""
+SAME_MEANING = {"dtype": "float32", "bf16": "auto"}
+"""Defaults that mean ``precision: auto``: weights in 32 bits, and bf16 where the device has it."""
+
+
+def defaults_of(*classes: Any) -> dict[str, Any]:
+    """Return the plain defaults of dataclasses."""
+    found: dict[str, Any] = {}
+    for each in classes:
+        for item in dataclasses.fields(each):
+            value = item.default if item.default is not dataclasses.MISSING else None
+            if item.default_factory is not dataclasses.MISSING:
+                value = item.default_factory()
+            if value is None or isinstance(value, str | int | float | bool | list | dict):
+                found.setdefault(item.name, getattr(value, "value", value))
+    return found
+
+
+def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return all settings of the run that a file means, and what is refused."""
+    found = read(Document(theirs, {}), "theirs.yaml")
+    pairs = {"data.format": "preference"} if "train.loss" in found.values else {}
+    config = load_config(None, {**pairs, **found.values})
+    return {key: keys.plain(config.get(key)) for key in TABLE}, found.refused
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -> None:
+    """Every field of the program's own classes that has a row: so the table of defaults is complete."""
+    start, defaults = STARTS[name]
+    expected, _ = effective(start)
+    compared = 0
+    for key, value in defaults().items():
+        if key in start or row_of(TRAINERS, key) is None or SAME_MEANING.get(key) == value:
+            continue
+        compared += 1
+        named = read(Document({**start, key: value}, {}), "theirs.yaml")
+        assert not named.refused
+        if named.values == read(Document(start, {}), "theirs.yaml").values:
+            continue
+        found, _ = effective({**start, key: value})
+        other = {one: found[one] for one in found if found[one] != expected[one]}
+        assert not {one for one in other if not one.startswith(WITHOUT_WEIGHT)}, (key, value, other)
+    assert compared > 5
+
+
+SILENT = {"preprocess_shards": "sizes of work, not of data"}
+
+
+@pytest.mark.parametrize("key", AXOLOTL_ENTRY_KEYS)
+def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
+    """Whatever the class of an entry has is read, or named: a value of no default changes the result."""
+    values = {
+        "path": "other",
+        "type": "alpaca",
+        "split": "test",
+        "roles_to_train": ["user"],
+        "roles": {"a": ["b"]},
+    }
+    values |= {
+        "message_property_mappings": {"role": "from"},
+        "chat_template": "chatml",
+        "data_files": "x.jsonl",
+    }
+    start = {**ENTRY, "type": "alpaca"} if re.match("field_(in|out|hum|mod)", key) else ENTRY
+    pairs = {"rl": "dpo"} if key in ("field_prompt", "field_chosen", "field_rejected") else {}
+    results = []
+    for entry in (start, {**start, key: values.get(key, "xyz")}):
+        found = read(Document({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml")
+        results.append((found.values, found.notes, found.refused))
+    assert (results[0] != results[1]) == (key not in SILENT)
+
+
+@pytest.mark.parametrize("dataset", TUNE_DATASETS)
+def test_no_argument_of_a_dataset_of_torchtune_vanishes(dataset: str) -> None:
+    values = {
+        "split": "test",
+        "column_map": {"output": "x"},
+        "packed": True,
+        "conversation_style": "sharegpt",
+    }
+    values |= {"train_on_input": not dataset.startswith("alpaca"), "split_across_pack": True}
+    for key in TUNE_DATASETS[dataset]:
+        results = []
+        for more in ({}, {key: values.get(key, "xyz")}):
+            start = {
+                "_component_": f"torchtune.datasets.{dataset}",
+                "split": "train",
+                "packed": False,
+                **more,
+            }
+            found = read(Document({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
+            results.append((found.values, found.notes, found.refused))
+        known = not any("has no counterpart: set data.source" in line for line in results[0][2])
+        assert results[0] != results[1] or not known, key
+
+
+def test_scripts_and_launchers_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    for words in ([str(tmp_path / "train.py")], ["--", "torchrun", "--nproc_per_node", "2", "train.py"]):
+        assert main(["import", *words]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "a Python script, whose settings are not read" in said
+    arguments = "train.py --model_name_or_path a --dataset_name b --learning_rate 1e-5"
+    for launcher in (
+        "torchrun --nproc_per_node 2",
+        "accelerate launch --num_processes=2",
+        "deepspeed --num_gpus 2",
+    ):
+        found, _ = imported("--", *launcher.split(), *arguments.split(), capsys=capsys)
+        assert found["train.global_batch_size"] == 16  # TRL's 8 on each of two devices
+
+
+def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last block of the file; what has no counterpart makes the exit code 2."""
+    chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
+    chats.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    pairs.write_text('{"prompt": "a", "completion": "b"}\n')
+    words = "--", "trl", "sft", "--model_name_or_path", "a", "--dataset_name"
+    for path, trains in ((chats, "all"), (pairs, None)):  # as TRL does with each
+        assert main(["import", *words, str(path)]) == 0
+        text = capsys.readouterr().out
+        assert yaml.safe_load(text)["data"].get("train_on") == trains
+        assert "# What will differ from there:" in text.split("\n\n")[-1]
+        assert ("without assistant_only_loss" in text) == (trains is not None)
+    assert (
+        imported(*words, str(chats), "--assistant_only_loss", capsys=capsys)[0]["data.train_on"]
+        == "assistant"
+    )
+    (tmp_path / "nested.yaml").write_text(
+        "base_model: a\ndatasets: [{path: b, type: chat_template, shards: 10}]\nlearning_rate: 1e-4\n"
+    )
+    assert main(["import", str(tmp_path / "nested.yaml")]) == 2
+    done = capsys.readouterr()
+    assert "entry 1: shards: 10 has no counterpart" in " ".join(done.out.replace("#", "").split())
+    assert "1 key without a counterpart" in done.err
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
+    assert "start as many ranks" in imported(str(tmp_path / "accelerate.yaml"), capsys=capsys)[1]
 
 
 @pytest.mark.parametrize("value", [True, 1, -1, 0, 0.5, "x", "", None, [], ["x"], {}, {"x": 1}], ids=repr)

@@ -439,11 +439,11 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
     path.write_bytes(lines(TEXTS))
     task: dict[str, str] = {"target_field": "seq2seq-lm", "source_prefix": "seq2seq-lm"}
     task |= {"label_field": "sequence-classification", "text_pair_field": "sequence-classification"}
-    changes: dict[str, Any] = {
-        "text_field": "a", "target_field": "a", "label_field": "a", "text_split": "line",
-        "text_pair_field": "a", "source_prefix": "a", "on_bad_record": "skip", "columns": ("a",),
-        "format": "messages", "roles_to_train": ("user",),
-    }  # fmt: skip
+    changes: list[tuple[str, Any]] = [
+        *(("text_field", "a"), ("target_field", "a"), ("label_field", "a"), ("text_split", "line")),
+        *(("text_pair_field", "a"), ("source_prefix", "a"), ("on_bad_record", "skip"), ("columns", ("a",))),
+        *(("format", "messages"), ("roles_to_train", ("user",)), ("columns", {"text": "a"})),
+    ]
     assert len(changes) == len(dataclasses.fields(Fields))
     for parts in (None, False, True):
 
@@ -451,7 +451,7 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
             opened = source(str(path), task, stream=parts is not None, cache_dir=tmp_path, **data)
             return opened.parts[0].open(opened.settings).key if parts else opened.key  # type: ignore[attr-defined]
 
-        keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes.items()}
+        keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes}
         assert len({*keys, key()}) == len(changes) + 1
         assert key(format="auto") == key()
 

@@ -201,6 +201,41 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
     return {key: filled(value) for key, value in values.items()}
 
 
+_LAUNCHED = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
+"""Options of launchers with the number of processes on a machine."""
+
+
+def split_launcher(words: list[str]) -> tuple[int | None, list[str]]:
+    """Separate a launcher from the script that it starts: ``torchrun --nproc_per_node 2 train.py --bf16``.
+
+    Returns:
+        Number of processes if the launcher names one, and the words from the script on.
+
+    Raises:
+        UserError: if the script has no arguments.
+    """
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None:
+        return None, words
+    if script + 1 == len(words):
+        raise python_script(words[script], "command line: ")
+    processes = None
+    for at, word in enumerate(words[:script]):
+        name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+        if name in _LAUNCHED and (value or words[at + 1]).isdigit():
+            processes = int(value or words[at + 1])
+    return processes, words[script:]
+
+
+def python_script(path: str, where: str = "") -> UserError:
+    """Build the error for a Python script, whose settings are in its code."""
+    return UserError(
+        f"{where}{path}: a Python script, whose settings are not read; write its arguments after --, as in "
+        f"portable-train import -- {path} --learning_rate 1e-5, or start from portable-train init and copy "
+        "the values (docs/migrate.md names the setting of each argument)"
+    )
+
+
 def command_line(words: list[str]) -> dict[str, Any]:
     """The arguments of a script, as the file that they stand for: ``--bf16 --learning_rate 1e-5``."""
     from portable.config.yaml_text import parse_value

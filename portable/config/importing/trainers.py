@@ -9,15 +9,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.config.importing.accelerate import ROWS as ACCELERATE
-from portable.config.importing.rows import NoCounterpart, NoEffect, cells, nothing, table
-from portable.config.origins import shown
+from portable.config.importing.rows import File, NoCounterpart, NoEffect, cells, nothing, table
+from portable.config.origins import Origin, shown
 from portable.config.types import truth
 from portable.config.yaml_text import parse_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from portable.config.importing.rows import File, How
+    from portable.config.importing.rows import How, Rows
 
 _VALIDATION = "set data.eval, such as {source: test.jsonl}; data.eval_fraction holds some out"
 _LOSSES = "set train.loss to dpo, ipo, simpo or orpo"
@@ -32,16 +32,6 @@ WORDED = ("model.attention", "precision", "train.optimizer", "train.schedule")
 def _take(value: Any, _: File) -> Any:
     negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
     return None if nothing(value) or negative or value == "auto" else value
-
-
-def _positions(value: Any, file: File) -> dict[str, Any]:
-    """Their length of a text counts its last token, which is only a label."""
-    length = _take(value, file)
-    parts = ("context_parallel_size", "sequence_parallel_degree", "context_parallel_dim")
-    # Not where it is divided into equal parts, or is that of blocks of one long text.
-    whole = file.get("stage") == "pt" or any(file.get(name, 1) != 1 for name in parts)
-    counted = type(length) is int and length > 1 and not whole
-    return {} if length is None else {"data.seq_len": length - 1 if counted else length}
 
 
 def _taken(key: str, last: Callable[[Any], Any] = lambda value: value) -> How:
@@ -116,24 +106,67 @@ def _trackers(value: Any, _: File) -> list[str] | None:
     return None if "all" in names else [name for name in names if name != "none"]
 
 
+def _train_on(value: Any, file: File) -> dict[str, Any]:
+    """Read TRL's two switches. The more specific one wins if both are on."""
+    if truth(file.get("assistant_only_loss")) is True:
+        return {"data.train_on": "assistant"}
+    if truth(file.get("completion_only_loss")) is True:
+        return {"data.train_on": "completion"}
+    return {"data.train_on": "all"} if truth(file.get("completion_only_loss")) is False else {}
+
+
+def _plugins(value: Any, file: File) -> None:
+    """Read axolotl's list of plugins, of which two replace kernels and train the same."""
+    names = [str(name) for name in (value if isinstance(value, list) else [value]) if not nothing(name)]
+    for name in names:
+        if "CutCrossEntropy" in name or "Liger" in name:
+            file.note(file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory")
+        else:
+            file.refuse(file.path, f"{shown(name)} has no counterpart: {file.row.why}")
+
+
+def _read_entry(entry: Mapping[str, Any], rows: Rows, number: int, file: File) -> dict[str, Any]:
+    """Read the keys of one entry of a list of datasets.
+
+    Each key has a row, or is refused by name. A key without a counterpart does not drop the others.
+
+    Args:
+        entry: Keys of the entry.
+        rows: Rows of such an entry.
+        number: Number of the entry in its list, from 1, for messages.
+        file: File of the list.
+
+    Returns:
+        Settings of the source, without ``data.``.
+    """
+    outer = file.origin(file.path)
+
+    def origin(path: tuple[str, ...]) -> Origin:
+        return Origin(f"{outer.text}: entry {number}: {'.'.join(path)}", outer.order)
+
+    inner = File(file.program, dict(entry), rows, origin, file.unknown)
+    inner.take()
+    file.result.notes += inner.result.notes
+    file.result.refused += inner.result.refused
+    return {key.removeprefix("data."): value for key, value in inner.result.values.items()}
+
+
 def _mixture(value: Any, file: File) -> dict[str, Any]:
     """TRL's ``dataset_mixture``, and ``dataset_mixer`` of older recipes: names with a share."""
     value = value or {}
     if value.get("test_split_size"):
         file.note(file.path, f"test_split_size has no effect: {_VALIDATION}")
     listed = value.get("datasets") or [{"id": name, "weight": share} for name, share in value.items()]
-    return sources(
-        [
-            {
-                "source": one.get("id") or one.get("path"),
-                "config_name": None
-                if one.get("config") == "default"
-                else one.get("config") or one.get("name"),
-                "split": _part(one.get("split") or "train", one.get("weight")),
-            }
-            for one in listed
-        ]
-    )
+    read = []
+    for number, entry in enumerate(listed, start=1):
+        _read_entry(entry, MIXTURE_ENTRY, number, file)
+        config = entry.get("config") or entry.get("name")
+        split = _part(entry.get("split") or "train", entry.get("weight", entry.get("fraction")))
+        source = entry.get("data_files") or entry.get("id") or entry.get("path")
+        read.append(
+            {"source": source, "config_name": None if config == "default" else config, "split": split}
+        )
+    return sources(read)
 
 
 def _part(split: str, share: Any) -> str:
@@ -156,9 +189,6 @@ def sources(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 _RL = ("dpo", "ipo", "orpo", "simpo")
 _KINDS = {
-    "alpaca": "alpaca",
-    "chat_template": "messages",
-    "sharegpt": "sharegpt",
     "completion": "text",
     "pretrain": "text",
     "None": "auto",
@@ -166,28 +196,121 @@ _KINDS = {
 """axolotl's types of records."""
 
 
+_QUESTIONS = {"alpaca_chat.load_qa": "question", "context_qa.load_v2": "question"}
+"""axolotl's types of records with a question and an answer, and the field of the question."""
+_MESSAGE_FIELDS = {("role", "content"): "messages", ("from", "value"): "conversations"}
+_OF_PAIRS = {
+    "field_prompt": "prompt",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_messages": "prompt",
+}
+
+
 def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
     found = []
-    for one in value if isinstance(value, list) else filter(None, [value]):
+    for number, one in enumerate(value if isinstance(value, list) else filter(None, [value]), start=1):
         if not isinstance(one, dict) or not one.get("path"):
             raise NoCounterpart(f"{shown(one)} has no counterpart: name a file or hub dataset in data.source")
-        kind = str(one.get("type")).partition(".")[0]
-        field, role = one.get("field_messages", "messages"), one.get("message_field_role")
-        kind = "sharegpt" if kind == "chat_template" and field == "conversations" and role == "from" else kind
-        plain = field in ("messages", "conversations") and kind in _KINDS
-        if not plain and file.get("rl") not in _RL:
-            reason = "records of this kind are not read; write them as messages, alpaca or text"
-            raise NoCounterpart(f"{one['path']}: type {shown(one.get('type'))} has no counterpart: {reason}")
+        kind, columns = one.get("type"), {}
+        if isinstance(kind, dict):  # a prompter of the user's
+            one = {**kind, **{key: item for key, item in one.items() if key != "type"}}
+            kind = "alpaca"
+        settings = _read_entry(one, AXOLOTL_ENTRY, number, file)
+        chosen = settings.pop("chat_template", None)
+        if chosen is not None:
+            file.put(file.path, "data.chat_template", chosen)
+        if file.get("rl") in _RL:
+            form = "preference"
+            columns = {ours: one[theirs] for theirs, ours in _OF_PAIRS.items() if one.get(theirs)}
+        else:
+            try:
+                form, columns = _axolotl_format(str(kind), one)
+            except NoCounterpart as reason:
+                file.refuse(file.path, f"entry {number}: {reason}")
+                form = None
+        columns |= {ours: one[f"field_{ours}"] for ours in ("system", "tools") if one.get(f"field_{ours}")}
+        columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
         found.append(
             {
                 "source": one.get("data_files") or one["path"],
-                "config_name": one.get("name"),
-                "split": str(one.get("split") or "train"),
-                "format": "preference" if file.get("rl") in _RL else _KINDS[kind],
-                "text_field": one.get("field") or one.get("text_column"),
+                "split": "train",
+                **settings,
+                "format": form,
+                "columns": columns or None,
             }
         )
     return sources(found)
+
+
+def _axolotl_format(kind: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return ``data.format`` and ``data.columns`` of an entry of axolotl's datasets.
+
+    Raises:
+        NoCounterpart: if no format reads such records.
+    """
+    if kind in _QUESTIONS:
+        return "alpaca", {"instruction": _QUESTIONS[kind], "output": "answer"}
+    base = kind.partition(".")[0]
+    if base == "alpaca":
+        answer = entry.get("field_output") or entry.get("field_model")
+        question = entry.get("field_instruction") or entry.get("field_human")
+        fields = {"instruction": question, "input": entry.get("field_input"), "output": answer}
+        return "alpaca", {ours: theirs for ours, theirs in fields.items() if theirs}
+    if base in ("chat_template", "sharegpt"):
+        mapping = entry.get("message_property_mappings") or {}
+        sharegpt = base == "sharegpt"
+        role = mapping.get("role") or entry.get("message_field_role") or ("from" if sharegpt else "role")
+        content = mapping.get("content") or entry.get("message_field_content")
+        content = content or ("value" if role == "from" else "content")
+        others = {
+            key: name for key, name in mapping.items() if key not in ("role", "content") and key != name
+        }
+        if (role, content) not in _MESSAGE_FIELDS or others:
+            named = shown({"role": role, "content": content, **others})
+            raise NoCounterpart(
+                f"{entry['path']}: messages with the keys {named} have no counterpart: write them with role "
+                "and content, or with from and value"
+            )
+        field = _MESSAGE_FIELDS[role, content]
+        theirs = entry.get("field_messages") or ("conversations" if sharegpt else "messages")
+        if field == "messages" and theirs == "conversations":
+            return "messages", {}
+        return ("sharegpt" if field == "conversations" else "messages"), {field: theirs}
+    if kind not in _KINDS:
+        reason = "records of this kind are not read; write them as messages, alpaca or text"
+        raise NoCounterpart(f"{entry['path']}: type {shown(kind)} has no counterpart: {reason}")
+    return _KINDS[kind], {}
+
+
+def _entry_roles(value: Any, _: File) -> list[str] | None:
+    """Read axolotl's ``roles_to_train``, whose names may be those of ShareGPT."""
+    if nothing(value):
+        return None
+    names = {"human": "user", "gpt": "assistant"}
+    roles = [names.get(role, role) for role in map(str, value if isinstance(value, list) else [value])]
+    roles = list(dict.fromkeys(roles))
+    return None if roles == ["assistant"] else roles
+
+
+def _entry_role_words(value: Any, file: File) -> None:
+    """Check axolotl's mapping from roles to their names in the records, of which usual ones are read."""
+    usual = {
+        "user": {"human", "user"},
+        "assistant": {"gpt", "assistant"},
+        "system": {"system"},
+        "tool": {"tool"},
+    }
+    others = {
+        role: words
+        for role, words in (value or {}).items()
+        if not {*([words] if isinstance(words, str) else words)} <= usual.get(role, set())
+    }
+    if others:
+        raise NoCounterpart(
+            f"{shown(others)} has no counterpart: the roles in the records are user, assistant, system and "
+            "tool, or human and gpt with from and value; rename them in the records"
+        )
 
 
 def _loss(kind: Any, beta: Any, sft: Any = None) -> str:
@@ -237,6 +360,16 @@ def _template(value: Any, _: File) -> str | None:
     )
 
 
+AXOLOTL_ENTRY = table(
+    "Entries of axolotl's datasets",
+    {
+        "roles_to_train": _entry_roles,
+        "roles": _entry_role_words,
+        "chat_template": _template,
+    },
+    _taken,
+)
+MIXTURE_ENTRY = table("Entries of TRL's dataset_mixture", {}, _taken)
 TRAINERS = {
     **table(
         "Trainer, TRL, axolotl, LLaMA-Factory",
@@ -246,7 +379,7 @@ TRAINERS = {
             "eval_steps": _every("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
             "save_steps": _every("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
             "evals_per_epoch saves_per_epoch": _per_epoch,
-            "logging_steps": lambda value, _: max(1, int(value)),
+            "logging_steps": lambda value, _: None if nothing(value) else max(1, int(value)),
             "tf32": lambda value, file: "tf32" if truth(value) is True and not file.get("bf16") else None,
             "lr_scheduler_kwargs": _schedule_more,
             "warmup_steps": _warmup,
@@ -260,7 +393,8 @@ TRAINERS = {
             "dataset": _lf_names,
             "rl": _rl,
             "stage": _lf_stage,
-            "cutoff_len max_length sequence_len": _positions,
+            "assistant_only_loss completion_only_loss": _train_on,
+            "plugins": _plugins,
             "chat_template template": _template,
             "push_to_hub": lambda _, file: (
                 "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
@@ -286,7 +420,7 @@ _TUNE_DATA: dict[str, dict[str, Any]] = {
     "stack_exchange_paired_dataset": {"source": "lvwerra/stack-exchange-paired", "format": "preference"},
     "text_completion_dataset": {"format": "text"},
     "chat_dataset": {"format": "messages"},
-    "instruct_dataset": {"format": "alpaca"},
+    "instruct_dataset": {"format": "alpaca", "columns": {"instruction": "input", "output": "output"}},
     "preference_dataset": {"format": "preference"},
 }
 
@@ -316,7 +450,17 @@ def _tune_data(value: Any, file: File) -> dict[str, Any]:
         raise NoCounterpart(f"{shown(name)} has no counterpart: set data.source and data.format")
     found = {**_TUNE_DATA[name], "split": around.get("split"), "config_name": around.get("name")}
     found |= {"source": source} if (source := around.get("data_files") or around.get("source")) else {}
-    found |= {"format": "sharegpt"} if around.get("conversation_style") == "sharegpt" else {}
+    style, turns = around.get("conversation_style"), around.get("conversation_column", "conversations")
+    if name == "chat_dataset":
+        sharegpt = style == "sharegpt"
+        found |= {"format": "sharegpt" if sharegpt else "messages"}
+        if turns != "conversations" and (sharegpt or turns != "messages"):
+            found["columns"] = {"conversations" if sharegpt else "messages": turns}
+    names = {"input": "instruction"} if name == "instruct_dataset" else {}
+    columns = dict(found.get("columns") or {})
+    columns |= {names.get(key, key): column for key, column in (around.get("column_map") or {}).items()}
+    columns = {key: column for key, column in columns.items() if key != column}
+    found["columns"] = columns or None
     if found["format"] == "text":
         return sources([found | {"text_field": around.get("column")}])
     # Its datasets train on the prompt, unless they say otherwise.
@@ -339,7 +483,6 @@ TORCHTUNE = {
     **table(
         "torchtune",
         {
-            "tokenizer.max_seq_len": _positions,
             "checkpointer._component_": _tune_files,
             "model._component_": _tune_model,
             "model.lora_attn_modules": _tune_targets,
@@ -365,6 +508,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     for column, program in enumerate(("TRL", "axolotl", "LLaMA-Factory", "torchtune"))
 }
 """What a program does where its file says nothing, and this one would do another thing."""
+_OF_SCRIPTS = {
+    *("block_size", "do_train", "train_file", "validation_file", "validation_split_percentage", "task_name"),
+    *("text_column", "text_column_name", "summary_column", "max_source_length", "source_prefix"),
+    *("config_overrides", "max_seq_length", "overwrite_cache", "model_type"),
+}
+"""Arguments of transformers' example scripts, which train on texts, and which TRL does not have."""
 _INSTEAD = {
     "train.steps": "train.epochs",
     "train.eval_every_epochs": "train.eval_every",
@@ -388,17 +537,20 @@ def finish(file: File, devices: int) -> None:
             del found[key]
     if lora and program == "LLaMA-Factory":
         file.default("adapter.alpha", 2 * found.get("adapter.r", 8), "default of LLaMA-Factory")
+    if program == "TRL" and "train.loss" not in found and not any(map(file.get, _OF_SCRIPTS)):
+        file.default("data.train_on", "all", "default of TRL for conversations: no assistant_only_loss")
     of_warmup = found.keys() & {"train.warmup_ratio", "train.warmup_steps"}
     for key, value in DEFAULTS[program].items():
         spared = (key.startswith("train.warmup") and of_warmup) or (key.startswith("adapter.") and not lora)
         if not spared and not (key == "train.epochs" and "train.steps" in found):
-            settings = _positions(value, file) if key == "data.seq_len" else {key: value}
-            for name, item in settings.items():
-                file.default(name, item, f"default of {program}")
+            file.default(key, value, f"default of {program}")
     for one, other in _INSTEAD.items():
         if found.get(one) is not None:
             found.pop(other, None)
     file.batch(devices)
+    for programs, key, difference in cells("What will differ"):
+        if program in programs.split(", ") and (not key or found.get(key)):
+            file.result.differences.append(difference)
     if found.get("data.eval_fraction") == 0:
         for key in ("train.eval_every", "train.eval_every_epochs"):
             found.pop(key, None)

@@ -7,11 +7,13 @@ them. Nothing here knows a template or a tokenizer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.documents import ANSWERING, Document, kind_of, valid
+from portable.data.sources.documents import ANSWERING, Document, RecordError, kind_of, listed, valid
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -43,7 +45,17 @@ _SHAREGPT_ROLES = {
 }
 _TOOLS = ("tool", *SELDOM)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the same under three names
-_WEIGHTS = ("weight", "train", "loss")  # of OpenAI, axolotl and ms-swift; 0 or false: not trained
+_WEIGHTS = ("weight", "train", "training", "loss")  # of OpenAI, axolotl and ms-swift; 0 or false: not trained
+_CHANGES_TRAINING = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
+"""Names of message keys that select what is trained. Such a key is read, or its record is refused."""
+_OPTIONAL = {"tool_calls", "function_call", *_REASONING, "name", "tool_call_id"}
+"""Keys that clients write into every message. Without a value they mean the same as a missing key."""
+_SYSTEM_FIELDS = ("system", "system_prompt")
+"""Fields of a record with a system prompt, in every format of conversations."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "inputs", "user", "human")
+_ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "outputs", "assistant", "gpt")
+"""Names of fields that are recognized as a question or its answer, for messages."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Conversation:
         return [at for at, message in enumerate(self.messages) if self._trains(message)]
 
     def _trains(self, message: Message) -> bool:
-        said = message["role"] in self.roles or bool(message.get("train"))
+        said = message["role"] in self.roles or bool(message.get("train") or message.get("training"))
         return said and not context_only(message)
 
     @property
@@ -130,7 +142,48 @@ def recognise(row: Mapping[str, Any], text_field: str, where: str) -> Format:
         raise UserError(
             f"data.format: {where}: the fields {names} fit both {' and '.join(found)}; set data.format to one"
         )
+    if text_field == "text":
+        _check_other_names(row, where)
     return "text"  # whose error names the fields
+
+
+def _check_other_names(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a record of turns, or of a question and an answer, in fields of other names.
+
+    Reading one of these fields as a text would train on half of the record.
+    """
+    turns = next((name for name, value in row.items() if _turns_in(value)), None)
+    names = {str(name).lower(): name for name in row}
+    question = next(
+        (names[name] for name in _QUESTIONS if isinstance(row.get(names.get(name, "")), str)), None
+    )
+    answer = next((names[name] for name in _ANSWERS if isinstance(row.get(names.get(name, "")), str)), None)
+    if turns is not None:
+        form = "conversations" if _from_value(_turns_in(row[turns])) else "messages"
+        what, remedy = f"{turns!r} has the turns of a conversation", f"{{{form}: {turns}}}"
+    elif question is not None and answer is not None:
+        what = f"{question!r} and {answer!r} look like a question and its answer"
+        remedy = (
+            f"{{instruction: {question}, output: {answer}}} for the chat template, or to "
+            f"{{prompt: {question}, completion: {answer}}} for plain text"
+        )
+    else:
+        return
+    raise UserError(
+        f"data.columns: {where}: {what}, which no format of data.format names so (the fields are "
+        f"{listed(map(str, row))}); set data.columns to {remedy}"
+    )
+
+
+def _turns_in(value: Any) -> list[Any]:
+    """The turns in a value, which may be JSON; empty if it is not a list of turns."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return []
+    said = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    return value if said and ({"role", "content"} <= value[0].keys() or _from_value(value)) else []
 
 
 def _is_list(value: Any) -> bool:
@@ -159,7 +212,7 @@ def documents_in(
 def _document(read: Conversation | Completion, where: str, columns: tuple[float, ...]) -> Document:
     if isinstance(read, Completion):
         if not read.completion:
-            raise UserError(f"data.source: {where}: completion is empty; remove the record")
+            raise _refused(where, "completion is empty; remove the record")
         return Document(read.prompt + read.completion, prompt_chars=len(read.prompt), columns=columns)
     return Document(read.text, conversation=read, columns=columns)
 
@@ -188,8 +241,7 @@ def read_conversation(
 
 def _messages(row: Mapping[str, Any], where: str) -> Conversation:
     key = "conversations" if "conversations" in row and "messages" not in row else "messages"
-    listed = _list(row, key, "messages", where)
-    return _conversation([_message(message, where, at) for at, message in enumerate(listed)], row, where)
+    return _conversation(_read_messages(_list(row, key, "messages", where), where), row, where)
 
 
 def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
@@ -208,22 +260,22 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
         else:
             rest |= {"role": role, "content": turn["value"]}
         messages.append(_message(rest, where, at))
-    system = row.get("system")
-    if not isinstance(system, str | None):
-        raise _refused(where, f"system is {kind_of(system)}; make it a string")
-    if system and messages:
-        if messages[0]["role"] == "system":
-            raise _refused(where, "a field system and a message from system; remove one")
-        messages.insert(0, {"role": "system", "content": system})
     return _conversation(messages, row, where)
 
 
 def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Completion:
     for key in ("prompt", "completion"):
         if key not in row:
-            raise _unlike("prompt_completion", where, f"no field {key}")
+            raise _missing("prompt_completion", where, key, row)
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs"):
+            if not is_empty(row.get(key)):
+                raise _refused(
+                    where,
+                    f"{key} has no place beside a prompt of plain text; make prompt and completion lists of "
+                    f"messages, or write {key} into the prompt and remove the field",
+                )
         return Completion(valid(prompt), valid(completion))
     if not (isinstance(prompt, Sequence) and isinstance(completion, Sequence)) or str in map(
         type, (prompt, completion)
@@ -231,7 +283,7 @@ def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Com
         raise _unlike("prompt_completion", where, f"they are {kind_of(prompt)} and {kind_of(completion)}")
     if not prompt or not completion:
         raise _refused(where, f"{'prompt' if not prompt else 'completion'} is empty; remove the record")
-    messages = [_message(message, where, at) for at, message in enumerate([*prompt, *completion])]
+    messages = _read_messages([*prompt, *completion], where)
     return _conversation(messages, row, where, prompt=len(prompt))
 
 
@@ -246,8 +298,10 @@ def read_preference(row: Mapping[str, Any], where: str) -> tuple[Conversation | 
     one, other = chosen, rejected = row.get("chosen"), row.get("rejected")
     prompt = row.get("prompt")
     for key, said in (("chosen", chosen), ("rejected", rejected)):
+        if key not in row:
+            raise _missing("preference", where, key, row)
         if not isinstance(said, str | list | tuple):
-            raise _unlike("preference", where, f"{key} is {kind_of(said) if key in row else 'missing'}")
+            raise _unlike("preference", where, f"{key} is {kind_of(said)}")
     talks = isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple)
     if talks and (not prompt or isinstance(prompt, str)):
         # Both are whole conversations; a string beside them is the first question again.
@@ -265,14 +319,15 @@ def read_preference(row: Mapping[str, Any], where: str) -> tuple[Conversation | 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
     texts: dict[str, str] = {}
-    for key in ("system", "instruction", "input", "output"):
+    for key in ("instruction", "input", "output"):
         value = row.get(key)
-        if not isinstance(value, str) and not (value is None and key in ("system", "input")):
-            missing = "missing" if key not in row else kind_of(value)
-            raise _unlike("alpaca", where, f"{key} is {missing}")
+        if not isinstance(value, str) and not (value is None and key == "input"):
+            if key not in row:
+                raise _missing("alpaca", where, key, row)
+            raise _unlike("alpaca", where, f"{key} is {kind_of(value)}")
         texts[key] = value or ""
     asked = "\n".join(part for part in (texts["instruction"], texts["input"]) if part)
-    messages: list[Message] = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+    messages: list[Message] = []
     history = row.get("history") or ()
     for pair in history if isinstance(history, Sequence) else (history,):
         if not isinstance(pair, Sequence) or len(pair) != 2 or {type(text) for text in pair} != {str}:
@@ -296,9 +351,15 @@ _READERS: dict[Format, Callable[[Mapping[str, Any], str], Conversation | Complet
 def _conversation(
     messages: list[Message], row: Mapping[str, Any], where: str, *, prompt: int | None = None
 ) -> Conversation:
-    """Check the order of the roles, and read what stands beside the messages."""
+    """Check the order of the roles, and read the other fields of the record."""
     if not messages:
         raise _refused(where, "the conversation is empty; remove the record")
+    for key in _MEDIA:
+        if not is_empty(row.get(key)):
+            raise _refused(where, f"{key} is not empty; only text can be trained on: remove the field")
+    if (system := _system_prompt(row, messages, where)) is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+        prompt = None if prompt is None else prompt + 1
     for at, message in enumerate(messages):
         before = messages[at - 1]["role"] if at else None
         if message["role"] in _TOOLS and before not in ("assistant", *_TOOLS):
@@ -307,37 +368,118 @@ def _conversation(
                 f"message {at + 1} is from {message['role']}, after {before or 'nothing'}; it must follow "
                 "the assistant's call",
             )
-    tools = _json(row.get("tools"), "tools", where)
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-    ):
-        raise _refused(where, "tools is not a list of JSON schemas")
+    tools = _tools(row, where)
     kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", where) or {}
     if not isinstance(kwargs, Mapping):
         raise _refused(where, f"chat_template_kwargs is {kind_of(kwargs)}, not a mapping")
     return Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
 
 
+def _changes_training(key: Any) -> bool:
+    """Whether a key of a message selects what is trained in a way that is not read."""
+    return key not in _WEIGHTS and _CHANGES_TRAINING.search(str(key)) is not None
+
+
+def _system_prompt(row: Mapping[str, Any], messages: Sequence[Message], where: str) -> str | None:
+    """The system prompt in a field of its own; None if there is none, or the messages begin with it."""
+    read = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
+    for key, value in read.items():
+        if not isinstance(value, str):
+            raise _refused(where, f"{key} is {kind_of(value)}; make it a string")
+    if messages[0]["role"] in FIRST:
+        for key, value in read.items():
+            if value.strip() != messages[0].get("content", "").strip():
+                said = f"a field {key} and a message from {messages[0]['role']}"
+                raise _refused(where, f"{said}; remove one")
+        return None
+    if len({value.strip() for value in read.values()}) > 1:
+        raise _refused(where, f"fields {' and '.join(read)} that differ; remove one")
+    return next(iter(read.values()), None)
+
+
+def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
+    """The JSON schemas in ``tools``, or in ``functions``, their older name at OpenAI."""
+    read: dict[str, list[Any]] = {}
+    for key in ("tools", "functions"):
+        value = _json(row.get(key), key, where)
+        if is_empty(value):
+            continue
+        if not (isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value)):
+            raise _refused(where, f"{key} is not a list of JSON schemas")
+        read[key] = list(value)
+    if "functions" in read:
+        read["functions"] = [
+            function if "function" in function else {"type": "function", "function": function}
+            for function in read["functions"]
+        ]
+        if read.get("tools", read["functions"]) != read["functions"]:
+            raise _refused(where, "fields tools and functions that differ; remove one")
+    return next(iter(read.values()), None)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value has nothing in it, as the keys that clients write into every message."""
+    if isinstance(value, str):
+        return value.strip() in ("", "[]", "{}", "null", "None")
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    return value is None or (isinstance(value, list | tuple) and all(map(is_empty, value)))
+
+
+def _read_messages(turns: Sequence[Any], where: str) -> list[Message]:
+    """Convert each message to its one form.
+
+    The answer to an OpenAI ``function_call`` has the role ``function``. The call becomes one of
+    ``tool_calls``, so its answer becomes one of a ``tool``, otherwise a template may write only the call.
+    """
+    messages = [_message(message, where, at) for at, message in enumerate(turns)]
+    called = False
+    for message, written in zip(messages, turns, strict=True):
+        called = called or not is_empty(written.get("function_call"))
+        if called and message["role"] == "function":
+            message["role"] = "tool"
+    return messages
+
+
 def _message(message: Any, where: str, at: int) -> Message:
-    """A message in the one form: text parts joined, tool calls as objects, keys that are null left out."""
+    """Convert a message to its one form.
+
+    Parts of a text are joined, tool calls become objects, and a key without a value is left out.
+    """
     if not isinstance(message, Mapping) or "role" not in message:
         raise _unlike("messages", where, f"message {at + 1} has no role")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _refused(where, f"message {at + 1} has role {role!r}; use {_listed(ROLES)}")
-    read: Message = {key: value for key, value in message.items() if value is not None}
+    read: Message = {
+        key: value
+        for key, value in message.items()
+        if value is not None and not (is_empty(value) and (key in _OPTIONAL or _changes_training(key)))
+    }
+    for key in read:
+        if _changes_training(key):
+            raise _refused(
+                where,
+                f"message {at + 1} has {key}, which is not read; use {_listed(_WEIGHTS)} with 0 or 1 for a "
+                "whole message, or remove the key",
+            )
     for key in _WEIGHTS:
         if (weight := read.get(key, 0)) not in (0, 1):
             raise _refused(where, f"message {at + 1} has {key} {weight!r}; use 0 or 1")
+    if "function_call" in read:
+        if "tool_calls" in read:
+            raise _refused(where, f"message {at + 1} has function_call and tool_calls; remove one")
+        read["tool_calls"] = read.pop("function_call")
     if isinstance(content, list | tuple):
         content = read["content"] = "".join(_part(part, where, at) for part in content)
-    if not isinstance(content, str) and (content is not None or not read.get("tool_calls")):
+    if not isinstance(content, str) and (content is not None or "tool_calls" not in read):
         raise _refused(where, f"message {at + 1}: content is {kind_of(content)}; make it a string")
     for key in _REASONING:
         if not isinstance(read.get(key, ""), str):
             raise _refused(where, f"message {at + 1}: {key} is {kind_of(read[key])}; make it a string")
     if "tool_calls" in read:
         read["tool_calls"] = _calls(read["tool_calls"], where, at)
+        read = {"role": role, "content": "", **read}  # a call without words
     reasoning = next((read[key] for key in _REASONING if key in read), None)
     if reasoning is not None:  # templates look for one of two names
         read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
@@ -361,7 +503,8 @@ def _calls(given: Any, where: str, at: int) -> list[dict[str, Any]]:
     read: list[dict[str, Any]] = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name.strip():
             raise _refused(where, f"message {at + 1}: a tool call has no function name")
         arguments = _json(function.get("arguments"), f"message {at + 1}: arguments", where)
         function = {**function, "arguments": {} if arguments is None else arguments}
@@ -385,8 +528,10 @@ def _list(row: Mapping[str, Any], key: str, kind: Format, where: str) -> Sequenc
     value = row.get(key)
     if _is_list(value):
         value = _json(value, key, where)
+    if key not in row:
+        raise _missing(kind, where, key, row)
     if not isinstance(value, list | tuple):
-        raise _unlike(kind, where, f"{key} is {kind_of(value) if key in row else 'missing'}")
+        raise _unlike(kind, where, f"{key} is {kind_of(value)}")
     return value
 
 
@@ -395,8 +540,16 @@ def _listed(names: Any) -> str:
 
 
 def _refused(where: str, what: str) -> UserError:
-    return UserError(f"data.source: {where}: {one_line(what)}")
+    return RecordError(f"data.source: {where}: {one_line(what)}")
 
 
 def _unlike(kind: Format, where: str, what: str) -> UserError:
     return _refused(where, f"{what}; a record of data.format {kind} looks like {EXPECTED[kind]}")
+
+
+def _missing(kind: Format, where: str, key: str, row: Mapping[str, Any]) -> UserError:
+    """Build the error for a record without the field ``key``."""
+    near = get_close_matches(key, [str(name) for name in row], n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    remedy = "" if near else f"; set data.columns, such as {{{key}: NAME}}, if another field has it"
+    return _unlike(kind, where, f"{key} is missing{hint}: the fields are {listed(map(str, row))}{remedy}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.errors import UserError
+from portable.errors import MistakesError, UserError
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ TextSplit = Literal["file", "paragraph", "line"]
 Label = int | float | str | tuple[int | float | str, ...]
 """A class, several classes, a number or several numbers."""
 _MOST_TOLD = 5
+_MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
+"""Bad records in an error message, kinds of them, and records after which a source is not read further."""
+_PLACE = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
 PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
 
 
@@ -80,7 +85,7 @@ def is_whole(number: float) -> bool:
 
 
 class BadRecords:
-    """Counts the records that are left out because they cannot be read, and tells the first few."""
+    """Counter of records that are left out because they cannot be read. The first few are printed."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()  # a source is read for its tokenizer, too
@@ -130,6 +135,70 @@ class BlankRecords:
         return [f"{name}: {self.count:,} {records} left out, because {columns} is blank"]
 
 
+class CollectedErrors(BadRecords):
+    """Errors of the bad records of a source, so that one message can name them all.
+
+    Args:
+        seconds: Time after which reading on is not worth the wait.
+    """
+
+    def __init__(self, seconds: float = 20.0) -> None:
+        super().__init__()
+        self.errors: list[UserError] = []
+        self.complete = True
+        self._until = time.monotonic() + seconds
+
+    def skip(self, error: UserError) -> None:
+        """Collect an error.
+
+        Raises:
+            EnoughErrors: if the source is not read to its end, because of many errors or a long time.
+        """
+        if str(error) not in self._seen:
+            self._seen.add(str(error))
+            self.errors.append(error)
+        self.check()
+
+    def check(self) -> None:
+        """Raise :class:`EnoughErrors` if the source is not read further."""
+        if len(self.errors) >= _MOST_COLLECTED or time.monotonic() > self._until:
+            self.complete = False
+            raise EnoughErrors
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """Number of errors of each kind."""
+        return Counter(_describe_kind(str(error)) for error in self.errors)
+
+    def to_error(self, name: str) -> UserError:
+        """Build the error that names the first records and counts all by kind.
+
+        Args:
+            name: Source, for the message.
+        """
+        lines = list(map(str, self.errors))
+        remedy = "or set data.on_bad_record to skip"
+        if len(lines) == 1:
+            return RecordError(lines[0] if remedy in lines[0] else f"{lines[0]}; {remedy}")
+        kinds = self.kinds
+        counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
+        more = ", ..." if len(kinds) > _MOST_KINDS else ""
+        total = f"{len(lines):,} bad records" + ("" if self.complete else " or more")
+        summary = f"data.source: {name}: {total} ({counts}{more}); correct or remove them, {remedy}"
+        return MistakesError([*lines[:_MOST_NAMED], summary])
+
+
+class EnoughErrors(Exception):  # noqa: N818  (a signal)
+    """Enough bad records of a source are known."""
+
+
+def _describe_kind(line: str) -> str:
+    """Describe what is wrong in an error line, without the record's place and the remedy."""
+    kind = _PLACE.sub("", line).partition(";")[0]
+    kind = re.sub(r"'[^']*'", "'...'", kind)
+    return re.sub(r"\d[\d,]*", "N", re.sub(r" ?\([^()]*\)", "", kind)).strip()
+
+
 @dataclass(frozen=True)
 class Fields:
     """The names of the columns; ``None`` for columns that the task does not use."""
@@ -150,19 +219,37 @@ class Fields:
     """Counts the records without text."""
     format: Format | None = "text"
     """Of the records; None: each source recognizes it by its first record."""
+    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Names under which fields of a record are read, with the names of these fields."""
     roles: frozenset[str] = field(default=ANSWERING, repr=False)
     """Whose messages of a conversation are trained."""
+
+    def reject(self, error: UserError) -> None:
+        """Leave out the record that ``error`` names.
+
+        Raises:
+            RecordError: if a bad record ends the run.
+        """
+        if self.bad is None:
+            raise RecordError(str(error)) from error.__cause__
+        self.bad.skip(error)
 
     @property
     def key(self) -> str:
         """All that decides which documents a record becomes; a format that is open counts as text."""
         roles = () if self.roles == ANSWERING else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)
-        return repr((replace(self, format=self.format or "text"), self.bad is None, *roles, *kinds))
+        renamed = (self.renamed,) if self.renamed else ()
+        settings = (replace(self, format=self.format or "text"), self.bad is None)
+        return repr((*settings, *roles, *kinds, *renamed))
 
 
 class NoTextError(UserError):
     """A source contains no text."""
+
+
+class RecordError(UserError):
+    """A record cannot be used. Other records of its source may be fine."""
 
 
 def digest_of(content: str) -> str:
@@ -184,6 +271,7 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
         UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
     try:
+        row = rename_fields(row, fields, where)
         columns = tuple(_number_of(row, name, where) for name in fields.columns)
         if fields.format not in (None, "text"):
             from portable.data.sources.conversations import documents_in
@@ -194,14 +282,25 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
         label = None if fields.label is None else _label_of(row, fields.label, where)
         pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
     except UserError as error:
-        if fields.bad is None:
-            raise
-        fields.bad.skip(error)
+        fields.reject(error)
         return []
     if not text.strip() or (target is not None and not target.strip()):
         fields.blank.count += 1
         return []
     return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
+
+
+def rename_fields(row: Mapping[str, Any], fields: Fields, where: str) -> Mapping[str, Any]:
+    """Return the record with its fields under the names that are read.
+
+    Raises:
+        UserError: if the record has no such field.
+    """
+    if not fields.renamed:
+        return row
+    values = {name: _value_of(row, "columns", source, where) for name, source in fields.renamed}
+    sources = {source for _, source in fields.renamed}
+    return {**{name: value for name, value in row.items() if name not in sources}, **values}
 
 
 def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:

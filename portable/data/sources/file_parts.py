@@ -106,7 +106,7 @@ class LinesBetween(FilePart):
     def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, (at, line) in enumerate(self._lines(), start=1):
             where = f"{self._path}, byte {at}" if self._start else f"{self._path}:{number}"
-            if (row := json_row(line, where, self.fields.bad)) is not None:
+            if (row := json_row(line, where, self.fields)) is not None:
                 yield where, row
 
 

@@ -117,7 +117,7 @@ class Files(Source):
         unknown = self.settings.data.max_samples is not None or any(map(_unknown_length, self._files))
         return None if unknown else self.stored_bytes
 
-    def documents(self) -> Iterator[Document]:
+    def _read_documents(self) -> Iterator[Document]:
         left = self.settings.data.max_samples or math.inf
         for path in self._files:
             if _is_text(path):

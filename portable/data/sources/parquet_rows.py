@@ -69,7 +69,7 @@ def rows_of(
 
 def _columns(names: list[str], fields: Fields) -> list[str] | None:
     """The columns to read; None for all."""
-    if fields.format != "text":
+    if fields.format != "text" or fields.renamed:
         return None
     wanted = [fields.text, fields.target, fields.label, fields.pair, *fields.columns]
     found = [name for name in wanted if name is not None]
@@ -94,9 +94,8 @@ def _dictionaries(batch: Any, before: int, name: object, fields: Fields) -> Iter
                 f"data.source: {name}: row {before + number + 1}: {reason}; correct or remove it, or set "
                 "data.on_bad_record to skip"
             )
-            if fields.bad is None:
-                raise refusal from error
-            fields.bad.skip(refusal)
+            refusal.__cause__ = error
+            fields.reject(refusal)
             yield None
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.compression import decompressed, format_of
-from portable.data.sources.documents import PIECE_CHARS, BadRecords, Document, Fields
+from portable.data.sources.documents import PIECE_CHARS, Document, Fields
 from portable.data.sources.library import csv_rows
 from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.errors import UserError, one_line
@@ -100,7 +100,7 @@ def records_of(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Map
     if kind == ".jsonl":
         return _jsonl_rows(path, name, fields)
     if kind == ".json":
-        return _json_rows(path, name)
+        return _json_rows(path, name, fields)
     return _parquet_rows(path, name, fields) if kind == ".parquet" else csv_rows(path, name, fields)
 
 
@@ -118,15 +118,15 @@ def _jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Ma
     with reading(name), _opened(path) as file:
         for number, line in enumerate(file, start=1):
             where = f"{name}:{number}"
-            if (row := json_row(line, where, fields.bad)) is not None:
+            if (row := json_row(line, where, fields)) is not None:
                 yield where, row
 
 
-def json_row(line: bytes, where: str, bad: BadRecords | None) -> Mapping[str, Any] | None:
-    """The object in a line; None if it is blank, or goes to ``bad``.
+def json_row(line: bytes, where: str, fields: Fields) -> Mapping[str, Any] | None:
+    """Parse the object in a line; None if the line is blank, or is left out as a bad record.
 
     Raises:
-        UserError: if it is no object.
+        RecordError: if the line is not an object, and bad records end the run.
     """
     if not line.strip():
         return None
@@ -146,9 +146,7 @@ def json_row(line: bytes, where: str, bad: BadRecords | None) -> Mapping[str, An
             f"data.source: {where}: a {type(row).__name__}, not an object; "
             'each line must look like {"text": "..."} or {"messages": [...]}'
         )
-    if bad is None:
-        raise refusal
-    bad.skip(refusal)
+    fields.reject(refusal)
     return None
 
 
@@ -156,7 +154,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 _UNFINISHED = 16  # characters before the end of a text in which an error may be of its incompleteness
 
 
-def _json_rows(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _json_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
     decode = json.JSONDecoder().raw_decode
     with reading(name), _opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
@@ -190,8 +188,10 @@ def _json_rows(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]
                 ) from error
             number += 1
             if not isinstance(row, dict):
-                raise UserError(
+                refusal = UserError(
                     f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
                     'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
                 )
+                fields.reject(refusal)
+                continue
             yield f"{name}: row {number}", row

@@ -6,28 +6,34 @@ A kind is a class in a file of its own. It says in :meth:`Source.of` what it is 
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.config.sections import DataConfig, SourceConfig
+from portable.config.sources import number_columns, renamed_fields
 from portable.data.sources.documents import (
     ANSWERING,
     BadRecords,
+    CollectedErrors,
     Document,
+    EnoughErrors,
     Fields,
     Format,
     NoTextError,
+    RecordError,
     changed_meanwhile,
     read_rows,
+    rename_fields,
     text_only,
 )
-from portable.errors import MissingDataError, RunError, UserError
+from portable.errors import MissingDataError, MistakesError, RunError, UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
@@ -56,12 +62,14 @@ class SourceSettings:
         task: one of ``TASKS``.
         key: the dotted key of the source, for messages.
         offline: write nothing, and download nothing.
+        bad: Receiver of bad records; None: what ``data.on_bad_record`` means.
     """
 
     data: DataConfig
     task: str = CAUSAL
     key: str = "data"
     offline: bool = False
+    bad: BadRecords | None = field(default=None, compare=False)
 
     @cached_property
     def fields(self) -> Fields:
@@ -75,8 +83,9 @@ class SourceSettings:
             text_split=data.text_split,
             pair=data.text_pair_field if labelled else None,
             prefix=data.source_prefix if translated else "",
-            bad=BadRecords() if data.on_bad_record == "skip" else None,
-            columns=data.columns,
+            bad=self.bad or (BadRecords() if data.on_bad_record == "skip" else None),
+            columns=number_columns(data),
+            renamed=renamed_fields(data),
             format="text" if self.task != CAUSAL else None if kind == "auto" else kind,
             roles=frozenset(data.roles_to_train or ANSWERING),
         )
@@ -119,10 +128,16 @@ class SourceSettings:
         except UserError as error:
             if self.key == "data":
                 raise
-            settings = "|".join(SourceConfig.model_fields)
-            said = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.key}.", str(error))
+            if isinstance(error, MistakesError):
+                raise MistakesError(list(map(self._with_key, error.lines))) from error
             kind = MissingDataError if isinstance(error, MissingDataError) else UserError
-            raise kind(said if self.key in said else f"{self.key}: {said}") from error
+            raise kind(self._with_key(str(error))) from error
+
+    def _with_key(self, message: str) -> str:
+        """Name the settings of this source in place of those of ``data``."""
+        settings = "|".join(SourceConfig.model_fields)
+        message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.key}.", message)
+        return message if self.key in message else f"{self.key}: {message}"
 
 
 @dataclass(frozen=True)
@@ -210,7 +225,10 @@ class Source(ABC):
         Raises:
             UserError: if several formats fit it, or it cannot be read.
         """
-        kind = self._recognised()
+        try:
+            kind = self._recognised()
+        except RecordError as error:
+            raise self.collect_errors(error) from error
         if kind != self.settings.data.format:
             self._take(self.settings.with_format(kind))
         return kind
@@ -222,16 +240,52 @@ class Source(ABC):
             return "text"
         from portable.data.sources.conversations import recognise
 
-        return recognise(first[1], self.fields.text, first[0])
+        return recognise(rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0])
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the place and the columns of each record; nothing for plain text."""
         return iter(())
 
     def documents(self) -> Iterator[Document]:
-        """Yield the nonempty documents in a fixed order."""
+        """Yield the nonempty documents in a fixed order.
+
+        Raises:
+            UserError: naming all records that cannot be read, if there are any.
+        """
+        try:
+            yield from self._read_documents()
+        except RecordError as error:
+            raise self.collect_errors(error) from error
+
+    def _read_documents(self) -> Iterator[Document]:
         for where, row in islice(self.rows(), self.settings.data.max_samples):
             yield from read_rows(row, self.fields, where)
+
+    def collect_errors(self, first: RecordError) -> UserError:
+        """Read the source from its start and build the error that names all bad records.
+
+        Args:
+            first: Error of the first bad record.
+        """
+        collected = CollectedErrors()
+        reader = copy.copy(self)
+        reader.settings = replace(self.settings, bad=collected)
+        # Until the format of the records is known, only their lines are checked.
+        read = reader._read_documents() if self.fields.format is not None else reader.rows()
+        read_one = False
+        try:
+            for _ in read:
+                read_one = True
+                collected.check()
+        except EnoughErrors:
+            pass
+        except (UserError, RunError) as error:  # of the source itself
+            return error if isinstance(error, UserError) else first
+        if not collected.errors:  # the source is not the same any more
+            return first
+        if not read_one and len(collected.kinds) == 1:  # a setting is wrong, and not the records
+            return first
+        return collected.to_error(self.name)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -18,14 +18,14 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.sources.documents import listed
+from portable.data.sources.documents import RecordError, listed
 from portable.data.tokens import limited
 from portable.data.tokens.rendering import (
     DAY,
@@ -34,6 +34,7 @@ from portable.data.tokens.rendering import (
     Start,
     TrainOn,
     UnstableError,
+    check_words,
     failure,
     no_template,
     unstable,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from portable.data.tokens.tokenize import Frame
 
 BUILT_IN = {"chatml": CHATML}
-VERSION = 3  # of how records become tokens and masks; a change makes caches anew
+VERSION = 4  # of how records become tokens and masks; a change makes caches anew
 _SPECIAL = re.compile(r"<\|[^\s<>|'\"]+\|>")
 
 
@@ -69,9 +70,12 @@ class Encoded:
     """What the generation prompt has beyond the beginning of an answer, if anything."""
     samples: list[int] = field(default_factory=list)
     """How many each conversation became."""
+    refused: list[RecordError] = field(default_factory=list)
+    """Errors of the records that the template cannot write, which became no samples."""
     counts: Counter[str] = field(default_factory=Counter)
     """Of ``records``; of those ``apart``, for which the template shows earlier turns otherwise, and their
-    samples, ``turns``; of records that ``think``, their ``thoughts``, and those ``lost`` by the template."""
+    samples, ``turns``; of records that ``think``, their ``thoughts``, and those ``lost`` by the template; of
+    ``empty`` answers, which have no words, calls or reasoning."""
 
 
 def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
@@ -170,41 +174,94 @@ class ChatTemplate:
         known = self._tokenizer.get_vocab()
         return [token for token in written if token not in known]
 
-    def encode(self, documents: Sequence[Document]) -> Encoded:
+    def encode(self, documents: Sequence[Document], *, collect: bool = False) -> Encoded:
         """Tokenize conversations and completions.
 
+        Args:
+            documents: Conversations and completions. With pairs, two documents of each record.
+            collect: Whether records that the template cannot write are left out and collected as errors.
+
         Raises:
-            UserError: naming the record, if its template fails or its mask cannot be told.
+            RecordError: naming the record, if its template fails or its mask cannot be told.
         """
-        drafts: list[list[Draft]] = limited.call(self._rendering.drafts, documents)
-        encodings = iter(self._encodings([draft.text for several in drafts for draft in several]))
+        drafts: list[list[Draft] | RecordError] = limited.call(
+            partial(self._rendering.drafts, collect=collect), documents
+        )
+        rendered = [several for several in drafts if not isinstance(several, RecordError)]
+        encodings = iter(self._encodings([draft.text for several in rendered for draft in several]))
         encoded = Encoded()
-        for document, several in zip(documents, drafts, strict=True):
-            found = [next(encodings) for _ in several]
-            try:
-                masks = self._masks(several, found, encoded)
-            except UnstableError:
-                if document.conversation is None or not several[0].turns:
-                    raise
-                several = limited.call(self._rendering.turns, document.conversation, several[0].turns)
-                found = self._encodings([draft.text for draft in several])
-                masks = self._masks(several, found, encoded)
-                encoded.counts.update(apart=1, turns=len(several))
-            for draft, encoding, within in zip(several, found, masks, strict=True):
-                prefix = () if begins_with(encoding.ids, draft.prefix) else draft.prefix
-                tokens = np.array([*prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
-                ends = np.full(len(prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
-                encoded.tokens.append(tokens)
-                encoded.trained.append(np.concatenate(ends))
-                self._count_stops(draft, tokens, encoded.trained[-1], encoded)
-            shown = [shown for draft in several for shown in draft.thoughts]
-            encoded.samples.append(len(several))
-            encoded.counts.update(records=1, think=bool(shown), thoughts=len(shown), lost=shown.count(False))
+        size = 2 if self._pairs else 1
+        for first in range(0, len(documents), size):
+            samples: list[tuple[list[Draft], Sequence[Any], list[npt.NDArray[np.bool_]]]] = []
+            refusal: RecordError | None = None
+            for document, several in zip(
+                documents[first : first + size], drafts[first : first + size], strict=True
+            ):
+                if isinstance(several, RecordError):
+                    refusal = refusal or several
+                    continue
+                found = [next(encodings) for _ in several]
+                try:
+                    samples.append(self._masked(document, several, found, encoded))
+                except RecordError as error:
+                    if not collect:
+                        raise
+                    refusal = refusal or error
+            if refusal is not None:
+                encoded.refused.append(refusal)
+                encoded.samples += [0] * len(documents[first : first + size])
+                continue
+            for sample in samples:
+                self._append(*sample, encoded)
         if self._pairs:  # the same tokens of the prompt count for both
             for one, other in zip(encoded.trained[::2], encoded.trained[1::2], strict=True):
                 first, second = int(one.argmax()), int(other.argmax())
                 one[second:first] = other[first:second] = True
         return encoded
+
+    def _masked(
+        self, document: Document, several: list[Draft], found: Sequence[Any], encoded: Encoded
+    ) -> tuple[list[Draft], Sequence[Any], list[npt.NDArray[np.bool_]]]:
+        """Compute the masks of a document's drafts.
+
+        Returns:
+            Drafts, encodings and masks; one for each answer if the answers cannot be found in one text.
+        """
+        try:
+            return several, found, self._masks(several, found, encoded)
+        except UnstableError:
+            if document.conversation is None or not several[0].turns:
+                raise
+        several = limited.call(self._rendering.turns, document.conversation, several[0].turns)
+        found = self._encodings([draft.text for draft in several])
+        masks = self._masks(several, found, encoded)
+        encoded.counts.update(apart=1, turns=len(several))
+        return several, found, masks
+
+    def _append(
+        self,
+        drafts: Sequence[Draft],
+        encodings: Sequence[Any],
+        masks: Sequence[npt.NDArray[np.bool_]],
+        encoded: Encoded,
+    ) -> None:
+        """Append the samples of a document."""
+        for draft, encoding, within in zip(drafts, encodings, masks, strict=True):
+            prefix = () if begins_with(encoding.ids, draft.prefix) else draft.prefix
+            tokens = np.array([*prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
+            ends = np.full(len(prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
+            encoded.tokens.append(tokens)
+            encoded.trained.append(np.concatenate(ends))
+            self._count_stops(draft, tokens, encoded.trained[-1], encoded)
+        shown = [shown for draft in drafts for shown in draft.thoughts]
+        encoded.samples.append(len(drafts))
+        encoded.counts.update(
+            records=1,
+            think=bool(shown),
+            thoughts=len(shown),
+            lost=shown.count(False),
+            empty=sum(draft.empty for draft in drafts),
+        )
 
     # -- masks ----------------------------------------------------------------------------------------------
 
@@ -243,6 +300,8 @@ class ChatTemplate:
                     draft.conversation, f"the template writes nothing for message {at + 1}, an answer"
                 )
             trained[first:last] = True
+        if draft.words and draft.conversation is not None:
+            check_words(draft.conversation, draft.words, _trained_text(draft.text, encoding, trained))
         return trained
 
     def _start(
@@ -381,7 +440,24 @@ def notes(counts: Counter[str], prompt_left: str) -> list[str]:
             f"data.chat_template: it leaves out all reasoning, which {counts['think']:,} of "
             f"{counts['records']:,} records have; use a template that writes it, or remove the reasoning"
         )
-    return [f"data.chat_template: {line}" for line in told]
+    lines = [f"data.chat_template: {line}" for line in told]
+    if counts["empty"]:
+        lines.append(
+            f"data.source: {counts['empty']:,} answers are empty: the model is trained to end its turn "
+            "without a word there; remove these records, or set weight: 0 in these messages"
+        )
+    return lines
+
+
+def _trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
+    """Return the parts of a text whose tokens are trained."""
+    if trained.all():
+        return text
+    edges = np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
+    parts = []
+    for first, stop in zip(edges[::2], edges[1::2], strict=True):
+        parts.append(text[encoding.token_to_chars(first)[0] : encoding.token_to_chars(stop - 1)[1]])
+    return "\n".join(parts)
 
 
 def _token_with(encoding: Any, char: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -15,7 +16,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.data.sources.conversations import FIRST, SELDOM, Conversation, context_only
-from portable.data.sources.documents import ANSWERING, valid
+from portable.data.sources.documents import ANSWERING, RecordError, valid
 from portable.errors import UserError, one_line
 from portable.private import of_transformers
 
@@ -29,6 +30,7 @@ TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
 DAY = "2025-01-01"
 """The date in a prompt that tells today's, so that the tokens are the same on every day."""
 _PROBE = "What is shown of this?"
+_THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|\[/THINK\]", re.IGNORECASE)
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_RENDERED = 1 << 30  # characters written for one conversation
 _TEXT, _TIMES = 1 << 20, 64  # characters that a template may write, or so many times those of a record
@@ -61,9 +63,13 @@ class Draft:
     """For each trained answer with reasoning, whether the text has it."""
     turns: tuple[int, ...] = ()
     """The trained answers, if each may become a sample of its own."""
+    words: tuple[tuple[int, str], ...] = ()
+    """Message number and own words of each trained answer. The trained text must contain them."""
+    empty: int = 0
+    """Trained answers without words, calls and reasoning."""
 
 
-class UnstableError(UserError):
+class UnstableError(RecordError):
     """The tokens of an answer cannot be told in the whole."""
 
 
@@ -97,13 +103,31 @@ class Rendering:
     end: str = ""
     _parts: dict[str, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def drafts(self, documents: Sequence[Document]) -> list[list[Draft]]:
-        """The drafts of each conversation or completion.
+    def drafts(
+        self, documents: Sequence[Document], *, collect: bool = False
+    ) -> list[list[Draft] | RecordError]:
+        """Render each conversation or completion.
+
+        Args:
+            documents: Conversations or completions.
+            collect: Whether the error of a record takes the place of its drafts.
+
+        Returns:
+            Drafts of each document, or its error.
 
         Raises:
-            UserError: naming the record, if its template fails.
+            RecordError: naming the record, if its template fails.
         """
-        return [self._drafts(document) for document in documents]
+        drafts: list[list[Draft] | RecordError] = []
+        for document in documents:
+            try:
+                drafts.append(self._drafts(document))
+            except RecordError as error:
+                # A template that takes too much of one record has no time left for others.
+                if not collect or isinstance(error.__cause__, TimeoutError | MemoryError):
+                    raise
+                drafts.append(RecordError(str(error)))
+        return drafts
 
     def question(self, text: str, where: str) -> str:
         """What a user's ``text`` becomes, up to where the assistant begins."""
@@ -135,7 +159,7 @@ class Rendering:
         if train_on is None:
             prompted = conversation.prompt is not None and conversation.roles == ANSWERING
             train_on = "completion" if prompted else "assistant"
-        plain, conversation = conversation, self._with_arguments(self._with_parts(conversation))
+        plain, conversation = conversation, self._with_calls(conversation)
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
         text, spans = (
@@ -145,12 +169,19 @@ class Rendering:
         begin = conversation.prompt if train_on == "completion" else 0
         answers = tuple(at for at in conversation.answers if at >= (begin or 0))
         answers = answers[-1:] if train_on == "last_assistant" else answers
-        thoughts = (_thought(plain.messages[at]) for at in answers)
+        thoughts = [_thought(plain.messages[at]) for at in answers]
         shown = tuple(valid(thought) in text for thought in thoughts if thought)
+        own = [(at, own_words(plain.messages[at])) for at in answers]
+        words = tuple((at, each) for at, each in own if each or plain.messages[at].get("tool_calls"))
+        empty = sum(
+            not (each or thought or plain.messages[at].get("tool_calls"))
+            for (at, each), thought in zip(own, thoughts, strict=True)
+        )
         if train_on in ("all", "completion"):
-            return self._whole_draft(conversation, text, begin, train_on, shown)
+            draft = self._whole_draft(conversation, text, begin, train_on, shown)
+            return replace(draft, words=words, empty=empty)
         if not answers:
-            raise UserError(
+            raise RecordError(
                 f"data.source: {conversation.where}: {conversation.speakers} says nothing; remove the record"
             )
         turns = () if apart else answers
@@ -188,6 +219,8 @@ class Rendering:
             closed_at,
             thoughts=shown,
             turns=turns,
+            words=words,
+            empty=empty,
         )
 
     def _whole_draft(
@@ -305,6 +338,35 @@ class Rendering:
         except Exception:  # templates are foreign code; what they take is shown by the data
             return False
 
+    def _with_calls(self, conversation: Conversation) -> Conversation:
+        """Convert calls, and the content of a call without words, to the forms that the template writes.
+
+        The content is an empty string. Some templates (DeepSeek R1) write a call only if it is null.
+        """
+        wordless = [
+            "tool_calls" in message and not message["content"].strip() for message in conversation.messages
+        ]
+        try:
+            prepared = self._with_arguments(self._with_parts(conversation))
+            if any(wordless):
+                _check_shown(conversation, self._render(prepared, prepared.messages))
+            return prepared
+        except RecordError:
+            if not any(wordless):
+                raise
+            messages = tuple(
+                {**message, "content": None} if silent else message
+                for message, silent in zip(conversation.messages, wordless, strict=True)
+            )
+            try:
+                prepared = self._with_arguments(self._with_parts(replace(conversation, messages=messages)))
+                _check_shown(conversation, self._render(prepared, prepared.messages))
+            except RecordError:
+                prepared = None
+            if prepared is None:
+                raise
+            return prepared
+
     def _with_arguments(self, conversation: Conversation) -> Conversation:
         """The conversation with its calls' arguments as a string, if the template cannot take objects.
 
@@ -375,21 +437,21 @@ def _check_shown(conversation: Conversation, text: str) -> None:
 def _checked_begin(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
     """The message that a whole text is trained from, if it can be."""
     if begin is None:
-        raise UserError(
+        raise RecordError(
             f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
             "completion; use assistant or last_assistant"
         )
     if any(map(context_only, conversation.messages[begin:])):
-        raise UserError(
+        raise RecordError(
             f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
             "whole texts; use assistant"
         )
     return begin
 
 
-def failure(conversation: Conversation, what: str) -> UserError:
-    """The error for a record that a template cannot write."""
-    return UserError(f"data.chat_template: {conversation.where}: {what}")
+def failure(conversation: Conversation, what: str) -> RecordError:
+    """Build the error for a record that a template cannot write."""
+    return RecordError(f"data.chat_template: {conversation.where}: {what}")
 
 
 def unstable(conversation: Conversation, at: int) -> UnstableError:
@@ -420,6 +482,62 @@ def _thought(message: Message) -> str:
     """What is thought before an answer; empty if it has no reasoning."""
     inline = str(message.get("content", "")).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(message.get("reasoning_content") or inline).strip()
+
+
+def own_words(message: Message) -> str:
+    """Return what a message says, without the reasoning in its text and without blanks around it."""
+    content = str(message.get("content", ""))
+    return valid(content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip())
+
+
+def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], said: str) -> None:
+    """Refuse a record if the trained text lacks the words or a call of an answer.
+
+    Blanks and letter case may differ, because templates trim lines and may change case.
+
+    Args:
+        conversation: Record, for the message.
+        words: Message number and own words of each answer, in the order of the text.
+        said: Trained text.
+
+    Raises:
+        RecordError: naming the message.
+    """
+    names = Counter(
+        call["function"]["name"]
+        for at, _ in words
+        for call in conversation.messages[at].get("tool_calls", ())
+    )
+    for name, calls in names.items():
+        spoken = sum(own.count(valid(name)) for _, own in words if own in said)
+        if said.count(valid(name)) < calls + spoken:
+            raise failure(
+                conversation, f"the template leaves out the call of {name!r}; use one that writes calls"
+            )
+    place = 0
+    for _, own in words:
+        place = said.find(own, place)
+        if place < 0:
+            break
+        place += len(own)
+    else:
+        return
+    said, place = _squeezed(said), 0
+    for at, own in words:
+        forms = [_squeezed(own), _squeezed(json.dumps(own, ensure_ascii=False)[1:-1])]
+        places = [(said.find(form, place), len(form)) for form in forms if said.find(form, place) >= 0]
+        if not places:
+            keys = ", ".join(conversation.messages[at])
+            raise failure(
+                conversation,
+                f"the template leaves out the words of message {at + 1}, an answer, whose keys are {keys}; "
+                "use one that writes them, or remove the key that the template takes in their place",
+            )
+        place = sum(min(places))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).casefold()
 
 
 def _text_parts(message: Message) -> Message:

@@ -15,7 +15,13 @@ import numpy as np
 from tqdm import tqdm
 
 from converters.writers.parallel import cores
-from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
+from portable.data.sources.documents import (
+    PIECE_CHARS,
+    CollectedErrors,
+    Document,
+    EnoughErrors,
+    digest_of,
+)
 from portable.data.sources.source import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.data.tokens.parallel import ordered_map
@@ -190,8 +196,16 @@ class TokenizeJob:
         """The token that ends an answer in the first records, which are refused as all of them would be."""
         if self.chat is None:
             return None
+        bad = source.fields.bad
         for batch in _batches(source.documents(), _CHAT_CHARS, whole=True):
-            encoded = self.chat.encode(batch)
+            encoded = self.chat.encode(batch, collect=True)
+            collected = CollectedErrors()
+            for error in encoded.refused:
+                (collected if bad is None else bad).skip(error)
+            if collected.errors:
+                raise collected.to_error(source.name)
+            if not encoded.tokens:
+                continue
             if not encoded.stopping:
                 raise _never_stops(self.chat, encoded.unstopped)
             return _most_frequent(encoded.ends)
@@ -212,8 +226,19 @@ def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter
     from portable.data.tokens.chat_template import notes
 
     stopping, ends, counts, prompt_left, unstopped = 0, Counter[int](), Counter[str](), "", ""
-    for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):
+    bad = source.fields.bad
+    collected = CollectedErrors()
+    encode = partial(chat.encode, collect=True)
+    for encoded in ordered_map(encode, batches(), processes=cores(), alone=_ALONE):
         bar.update(sizes.popleft())
+        try:
+            for error in encoded.refused:
+                (collected if bad is None else bad).skip(error)
+        except EnoughErrors:
+            break
+        if not encoded.tokens:
+            columns.popleft()
+            continue
         lengths = [len(tokens) for tokens in encoded.tokens]
         writer.add("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
         pairs = zip(columns.popleft(), encoded.samples, strict=True)
@@ -222,6 +247,8 @@ def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
         if not stopping:  # not one of thousands: the template's, not the record's
             raise _never_stops(chat, unstopped)
+    if collected.errors:
+        raise collected.to_error(source.name)
     return {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
 
 
