@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architectures import COMPOSITE, Pair, findings, page, write_records
+from tests.architectures import CHECKS, COMPOSITE, Pair, findings, page, write_records
 from tests.ranks import RankPool
 
 # Each has been taken for something else once.
@@ -34,12 +34,21 @@ def test_means_what_it_means_to_transformers(
 ) -> None:
     pytest.importorskip("deepspeed")
     found = findings(pair, ranks, tmp_path, records)
-    assert len(found) == 6
+    assert found.keys() == set(CHECKS)
     assert {what: why for what, why in found.items() if why} == {}
 
 
-def test_what_does_not_hold_is_said_on_the_page() -> None:
-    text = page({"one causal-lm": {"one rank": ""}, "two causal-lm": {"one rank": "", "bf16": "off"}})
-    assert "- causal-lm: `one`\n" in text
-    assert "- `two` causal-lm: in part: `bf16: off`" in text
+def test_page_has_a_row_for_equal_results_and_a_line_for_each_failure() -> None:
+    complete = dict.fromkeys(CHECKS, "")
+    lacking = {check: "" for check in CHECKS if check not in ("adapter", "merge")}
+    results = {
+        "one causal-lm": complete,
+        "two causal-lm": {**complete, "bf16": "off"},
+        "six causal-lm": complete,
+    }
+    text = page({**results, "ten masked-lm": lacking})
+    assert "| causal-lm | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | `one`, `six` |\n" in text
+    assert "| causal-lm | ✓ | ✗ | ✓ | ✓ | ✓ | ✓ | ✓ | `two` |\n" in text
+    assert "| masked-lm | ✓ | ✓ | ✓ | ✓ | ✓ | – | – | `ten` |\n" in text
+    assert "- `two` causal-lm: bf16: `off`" in text
     assert "| Llama 2, Llama 3, " in text  # the table by name, which is written by hand, stays
