@@ -33,7 +33,7 @@ class Distillation:
         """The teacher's logits; called without gradients."""
         if self._model is None:
             named = AutoConfig.from_pretrained(self.teacher).architectures or [""]
-            # The class that the checkpoint names, because AutoModelForCausalLM has none for multimodal models.
+            # AutoModelForCausalLM has no class for many multimodal models.
             model_class = getattr(transformers, named[0], AutoModelForCausalLM)
             self._model = model_class.from_pretrained(self.teacher)
             self._model.eval().requires_grad_(False).to(batch["labels"].device)

@@ -451,10 +451,10 @@ TABLE = """\
 """
 NOTES = """\
 "Refused": the type is no model of the task, whatever transformers lists, or its class does not run on text
-alone. "Not tried": no model of the type was as small. transformers itself fails alike in some: `deberta`
-and `xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does not open what it
-saved of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained here on the next token
-alone, and told so."""
+alone. "Not tried": no model of the type was as small. transformers itself fails alike in some: `deberta` and
+`xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does not open what it saved
+of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained here on the next token
+alone, and a note says so."""
 _REFUSED = re.compile(
     r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task"
 )
