@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @dataclass
@@ -34,7 +35,10 @@ class Distillation:
     def before(self, forward: Any, batch: Any) -> dict[str, torch.Tensor]:
         """The teacher's logits; called without gradients."""
         if self._model is None:
-            self._model = AutoModelForCausalLM.from_pretrained(self.teacher)
+            named = AutoConfig.from_pretrained(self.teacher).architectures or [""]
+            # AutoModelForCausalLM has no class for many multimodal models.
+            model_class = getattr(transformers, named[0], AutoModelForCausalLM)
+            self._model = model_class.from_pretrained(self.teacher)
             self._model.eval().requires_grad_(False).to(batch["labels"].device)
         return {"teacher_logits": forward(self._model).logits}
 

@@ -2,7 +2,10 @@
 
 For each pair of a model type and a task, a tiny model is trained on one rank and on two, beside a plain loop
 with ``forward(labels=)``. What it exports is opened by ``from_pretrained`` and generates; weights that
-``save_pretrained`` wrote are loaded here. ``docs/models.md`` is written from what was found.
+``save_pretrained`` wrote are loaded here. A run from a checkpoint is compared with it: names and untouched
+tensors of the export, an adapter that peft loads on the published class, and the merged model. Results are
+stored in ``tests/architectures.json``, from which ``docs/models.md`` is written. A sweep continues with the
+checks that have no result yet.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import argparse
 import copy
 import json
 import re
+import shutil
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +27,8 @@ import torch
 
 from portable.config import RunConfig
 from portable.run.save import write_model_files
-from tests.composite import write_composite
+from tests.composite import build_composite, write_composite
+from tests.exports import check_adapter, check_merge, check_names, write_source
 from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
 from tests.runs import SENTENCE, configured
@@ -31,6 +36,8 @@ from tests.tiny_models import VOCABULARY, tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
+RESULTS = ROOT / "tests" / "architectures.json"
+"""Results of every pair that was looked at, with the version of transformers."""
 STEPS = 3
 TOLERANCE = 1e-5
 TASKS = {
@@ -42,6 +49,9 @@ TASKS = {
 COMPOSITE = "composite"
 """Causal-LM training of a checkpoint of the class that the hub has for a type."""
 NOT_BUILT = "not built: "
+LOSS_CHECKS = ("one rank", "bf16", "full_shard", "zero3", "export", "pretrained")
+EXPORT_CHECKS = ("names", "adapter", "merge")
+CHECKS = (*LOSS_CHECKS, *EXPORT_CHECKS)
 BF16_TOLERANCE = 5e-2
 
 
@@ -307,11 +317,15 @@ Findings = dict[str, str]
 """By what was looked at: ``""`` where it holds, or what was found instead."""
 
 
-def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findings:
-    """Look at one pair from all sides."""
+def findings(
+    pair: Pair, ranks: RankPool, folder: Path, records: Path, checks: Collection[str] = CHECKS
+) -> Findings:
+    """Look at one pair from all sides, or with some of ``CHECKS``."""
     found: Findings = {}
 
     def look(name: str, check: Callable[[], str | None]) -> None:
+        if name not in checks:
+            return
         try:
             found[name] = check() or ""
         except RankError as error:
@@ -353,106 +367,227 @@ def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findin
         look("zero3", lambda: two("zero3"))
         look("export", lambda: ranks.run(1, opened_again, config, folder, timeout=120))
         look("pretrained", lambda: ranks.run(1, loads_what_transformers_saved, config, folder, timeout=120))
+    if ours or "one rank" not in checks:
+        found |= ranks.run(1, export_findings, pair, folder, records, checks, timeout=240)
     return found
 
 
-INTRODUCTION = f"""# Models
+def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[str]) -> Findings:
+    """Return what the checks of :mod:`tests.exports` find for a pair, on one rank."""
+    task = "causal-lm" if pair.task == COMPOSITE else pair.task
+    found: Findings = {}
 
-`python -m tests.architectures` compared every text model of transformers {{version}} with transformers
-itself: {{looked_at}} of {{known}} pairs of a type and a task. A tiny model was built with the weights
-that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 beside a plain loop with
-`forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on two
-ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). Its export was opened by
-`from_pretrained`, compared bit for bit, and generated text; weights of `save_pretrained` were loaded and
-compared bit for bit. The task "composite" is causal-LM training of a checkpoint whose published class also
-takes images or audio: the run is compared with that class and trains on text only (see [multimodal
+    def look(name: str, check: Callable[..., None], *arguments: Any) -> None:
+        try:
+            check(*arguments)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+
+    if not set(checks) & set(EXPORT_CHECKS):
+        return found
+    model = build_plain(pair)
+    source = write_source(folder / "base", model, records)
+    if "adapter" in checks:
+        look("adapter", check_adapter, folder / "lora", source, records, task)
+    if "merge" in checks and not found.get("adapter", ""):
+        look("merge", check_merge, folder / "lora", source)
+    if "names" in checks:
+        source = write_source(folder / "bf16", model, records, dtype=torch.bfloat16)
+        look("names", check_names, folder / "names", source, records, task)
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def build_plain(pair: Pair) -> Any:
+    """Build the tiny model of a pair with transformers, in the class that published checkpoints have."""
+    from transformers import AutoConfig
+
+    if pair.task == COMPOSITE:
+        return build_composite(pair.model_type)
+    settings = tiny_config(*pair)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(1)
+    return auto_class(pair.task).from_config(config, dtype=torch.float32)
+
+
+INTRODUCTION = """# Models
+
+`python -m tests.architectures` compares every text model of transformers {version} with transformers
+itself: {looked_at} of {known} pairs of a type and a task. Each is a tiny model that is built, trained, and
+exported. The task "composite" is causal-LM training of a checkpoint whose published class takes images or
+audio: the run is compared with that class and trains on text only (see [multimodal
 models](train.md#multimodal-models)). Images and audio are not supported as training data.
+
+| check | what it compares | pairs with a result |
+| --- | --- | --- |
+{checks}
+
+"""
+COLUMNS = {
+    "loss": ("one rank",),
+    "bf16": ("bf16",),
+    "ranks": ("full_shard", "zero3"),
+    "reload": ("export", "pretrained"),
+    "names": ("names",),
+    "adapter": ("adapter",),
+    "merge": ("merge",),
+}
+"""Columns of the table, and the checks that each consists of."""
+DESCRIPTIONS = {
+    "loss": f"{STEPS} steps in fp32 with a loop of `forward(labels=)`, within {TOLERANCE:.0e}",
+    "bf16": f"the losses in bf16 with the losses in fp32, within {BF16_TOLERANCE:.0%}",
+    "ranks": f"two ranks of `full_shard` and of `zero3` with one rank, within {TOLERANCE:.0e}",
+    "reload": "the export as `from_pretrained` reads it, and weights of `save_pretrained` as the run reads "
+    "them, bit for bit",
+    "names": "`final/` with the checkpoint that the run started from: names and shapes; dtypes and bytes of "
+    "the tensors that are not trained; every tensor is exported, or the model card names it",
+    "adapter": f"logits of peft on the published class with the logits of training, within {TOLERANCE:.0e}",
+    "merge": "the merged model with its base (names, shapes, dtypes) and with peft (logits)",
+}
+TABLE = """\
+"✓" holds, "✗" does not hold, "–" was not run. Types with equal results share a row.
 
 """
 NOTES = """\
-"In part": what is named did not hold. "Refused": the type is no model of the task, whatever transformers
-lists. "Not tried": no model of the type was as small. transformers itself fails alike in some: `deberta`
-and `xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does not open what it
-saved of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained here on the
-next token alone, and told so."""
+"Refused": the type is no model of the task, whatever transformers lists, or its class does not run on text
+alone. "Not tried": no model of the type was as small. transformers itself fails alike in some: `deberta` and
+`xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does not open what it saved
+of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained here on the next token
+alone, and a note says so."""
+_REFUSED = re.compile(
+    r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task"
+)
 
 
 def page(everything: Mapping[str, Findings]) -> str:
-    """The page of the docs: the names that it has, the types of which all held, and what did not hold."""
+    """Build the page of the docs: the table by name, the results of each type, and what does not hold."""
     import transformers
 
-    held: dict[str, list[str]] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
     notes: dict[str, list[str]] = {}
     for name, found in sorted(everything.items()):
         model_type, task = name.split()
         amiss = {what: why.replace("portable.errors.", "") for what, why in found.items() if why}
-        if not amiss:
-            held.setdefault(model_type, []).append(task)
-            continue
-        alone = amiss.get("one rank", "")
-        word = "no" if alone else "in part"
-        if re.search("UserError: model.task|not run on text alone|cannot build .* for model.task", alone):
-            word = "refused"
-        elif (
-            alone.startswith(NOT_BUILT) or "UserError: model" in alone or "UserError: data.tokenizer" in alone
-        ):
-            word = "not tried"
-        what, why = next(iter(amiss.items()))
-        plain = (
-            why.removeprefix(NOT_BUILT)
-            .removeprefix("UserError: ")
-            .replace("`", "")
-            .replace(f" {model_type} ", " it ")
-        )
-        said = ("" if alone else f"{what}: ") + textwrap.shorten(plain, 60, placeholder=" ...")
-        notes.setdefault(f"{word}: `{said}`", []).append(f"`{model_type}` {task}")
-    by_tasks: dict[str, list[str]] = {}
-    for model_type, tasks in held.items():
-        by_tasks.setdefault(", ".join(task for task in (*TASKS, COMPOSITE) if task in tasks), []).append(
-            f"`{model_type}`"
-        )
+        word = _describe_refusal(amiss)
+        if word is None:
+            marks = tuple(_mark(found, checks) for checks in COLUMNS.values())
+            rows.setdefault((task, *marks), []).append(f"`{model_type}`")
+        for what, why in amiss.items():
+            plain = (
+                why.removeprefix(NOT_BUILT)
+                .removeprefix("UserError: ")
+                .replace("`", "")
+                .replace(f" {model_type} ", " it ")
+            )
+            said = f"{word or what}: `{textwrap.shorten(plain, 90, placeholder=' ...')}`"
+            notes.setdefault(said, []).append(f"`{model_type}` {task}")
     by_name = PAGE.read_text("utf-8").partition("## By name")[2].partition("## By type")[0]
-    lines = [f"## By name{by_name}## By type", "", "All of it held for", ""]
-    lines += [f"- {tasks}: {', '.join(types)}" for tasks, types in sorted(by_tasks.items())]
+    lines = [f"## By name{by_name}## By type", "", TABLE.rstrip(), ""]
+    lines += [f"| task | {' | '.join(COLUMNS)} | types |", f"|{' --- |' * (len(COLUMNS) + 2)}"]
+    order = [*TASKS, COMPOSITE]
+    for row in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]), row)):
+        lines.append(f"| {' | '.join(row)} | {', '.join(rows[row])} |")
     lines += ["", "## What does not hold", "", NOTES, ""]
     lines += [f"- {', '.join(names)}: {line}" for line, names in sorted(notes.items())]
+    trained = [found for found in everything.values() if _describe_refusal(found) is None]
+    checks = [
+        f"| {column} | {DESCRIPTIONS[column]} | {sum(_mark(found, names) != '–' for found in trained)} |"
+        for column, names in COLUMNS.items()
+    ]
     introduction = INTRODUCTION.format(
-        version=transformers.__version__, looked_at=len(everything), known=len(pairs())
+        version=transformers.__version__,
+        looked_at=len(everything),
+        known=len(pairs()),
+        checks="\n".join(checks),
     )
     return introduction + "\n".join(lines) + "\n"
 
 
+def _describe_refusal(amiss: Findings) -> str | None:
+    """Return "refused" or "not tried" if a pair was not trained for this reason, otherwise None."""
+    alone = amiss.get("one rank", "")
+    if _REFUSED.search(alone):
+        return "refused"
+    if alone.startswith(NOT_BUILT) or "UserError: model" in alone or "UserError: data.tokenizer" in alone:
+        return "not tried"
+    return None
+
+
+def _mark(found: Findings, checks: Collection[str]) -> str:
+    if any(found.get(check) for check in checks):
+        return "✗"
+    return "✓" if all(check in found for check in checks) else "–"
+
+
+def _is_complete(found: Findings | None, checks: Collection[str]) -> bool:
+    """Return whether a pair has these results: a check that failed ends the checks that depend on it."""
+    if found is None:
+        return False
+    if _describe_refusal(found):
+        return True
+    dependent = {"one rank": LOSS_CHECKS[1:], "adapter": ("merge",)}
+    ended = {check for first, others in dependent.items() if found.get(first) for check in others}
+    return set(checks) <= found.keys() | ended
+
+
+def read_results() -> dict[str, Findings]:
+    """Read the stored results, or none if they are from another version of transformers."""
+    import transformers
+
+    stored = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    return dict(stored["pairs"]) if stored.get("transformers") == transformers.__version__ else {}
+
+
+def write_results(everything: Mapping[str, Findings]) -> None:
+    """Store results, one line for each pair."""
+    import transformers
+
+    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(everything.items())]
+    version = json.dumps(transformers.__version__)
+    text = f'{{"transformers": {version}, "pairs": {{\n' + ",\n".join(lines) + "\n}}\n"
+    RESULTS.write_text(text, encoding="utf-8")
+
+
 def main(arguments: list[str]) -> int:
-    """Sweep, print a line a pair, and write the page if all were looked at."""
+    """Run the checks that have no stored result, print one line for each pair, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all by default")
     parser.add_argument("--task", choices=[*TASKS, COMPOSITE])
-    parser.add_argument("--json", type=Path, help="the findings; a sweep goes on with what is there")
+    parser.add_argument(
+        "--checks",
+        type=lambda text: text.split(","),
+        default=CHECKS,
+        help="all by default: " + ",".join(CHECKS),
+    )
+    parser.add_argument("--again", action="store_true", help="also run checks that have a stored result")
+    parser.add_argument("--page", action="store_true", help="only write the page from the stored results")
     chosen = parser.parse_args(arguments)
+    everything = read_results()
     wanted = [
         pair
         for pair in pairs()
-        if (not chosen.types or pair.model_type in chosen.types) and chosen.task in (None, pair.task)
+        if not chosen.page
+        and (not chosen.types or pair.model_type in chosen.types)
+        and chosen.task in (None, pair.task)
+        and (chosen.again or not _is_complete(everything.get(" ".join(pair)), chosen.checks))
     ]
-    everything: dict[str, Findings] = {}
-    if chosen.json and chosen.json.exists():
-        everything = json.loads(chosen.json.read_text("utf-8"))
-        wanted = [pair for pair in wanted if f"{pair.model_type} {pair.task}" not in everything]
     pool = RankPool()
+    failed = False
     with tempfile.TemporaryDirectory() as root:
         records = write_records(Path(root))
         for number, pair in enumerate(wanted):
             start = time.monotonic()
-            found = findings(pair, pool, Path(root, str(number)), records)
-            everything[f"{pair.model_type} {pair.task}"] = found
+            found = findings(pair, pool, Path(root, str(number)), records, chosen.checks)
             amiss = "; ".join(f"{what}: {why}" for what, why in found.items() if why) or "ok"
+            failed = failed or amiss != "ok"
             print(f"{pair.model_type} {pair.task} ({time.monotonic() - start:.1f} s): {amiss}", flush=True)
-            if chosen.json:
-                chosen.json.write_text(json.dumps(everything, indent=1))
+            everything = read_results()  # another process may have added results
+            everything[" ".join(pair)] = {**everything.get(" ".join(pair), {}), **found}
+            write_results(everything)
     pool.close()
-    if not chosen.types and chosen.task is None:
-        PAGE.write_text(page(everything), encoding="utf-8")
-    return 0 if not any(why for found in everything.values() for why in found.values()) else 1
+    PAGE.write_text(page(everything), encoding="utf-8")
+    return int(failed)
 
 
 if __name__ == "__main__":

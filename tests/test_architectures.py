@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.architectures import COMPOSITE, Pair, findings, page, write_records
+from tests.architectures import (
+    CHECKS,
+    COMPOSITE,
+    EXPORT_CHECKS,
+    Pair,
+    export_findings,
+    findings,
+    page,
+    write_records,
+)
 from tests.ranks import RankPool
 
 # Each has been taken for something else once.
@@ -21,6 +30,13 @@ CHOSEN = [
     Pair("qwen3_vl", COMPOSITE),  # no causal class
     Pair("qwen3_5_moe", COMPOSITE),  # a causal class without the vision tower
 ]
+EXPORTED = [
+    Pair("deepseek_v3", "causal-lm"),  # experts that peft adapts, and a bias that is a buffer
+    Pair("nemotron_h", "causal-lm"),  # files have another prefix, and peft refuses some modules
+    Pair("gemma3", "causal-lm"),  # the causal class has a tower
+    Pair("qwen3_5", COMPOSITE),
+]
+"""Pairs of which only the export is checked."""
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +50,29 @@ def test_means_what_it_means_to_transformers(
 ) -> None:
     pytest.importorskip("deepspeed")
     found = findings(pair, ranks, tmp_path, records)
-    assert len(found) == 6
+    assert found.keys() == set(CHECKS)
     assert {what: why for what, why in found.items() if why} == {}
 
 
-def test_what_does_not_hold_is_said_on_the_page() -> None:
-    text = page({"one causal-lm": {"one rank": ""}, "two causal-lm": {"one rank": "", "bf16": "off"}})
-    assert "- causal-lm: `one`\n" in text
-    assert "- `two` causal-lm: in part: `bf16: off`" in text
+@pytest.mark.parametrize("pair", EXPORTED, ids=lambda pair: f"{pair.model_type}-{pair.task}")
+def test_export_and_adapter_match_the_published_class(
+    pair: Pair, tmp_path: Path, records: Path, ranks: RankPool
+) -> None:
+    found = ranks.run(1, export_findings, pair, tmp_path, records, EXPORT_CHECKS)
+    assert found == dict.fromkeys(EXPORT_CHECKS, "")
+
+
+def test_page_has_a_row_for_equal_results_and_a_line_for_each_failure() -> None:
+    complete = dict.fromkeys(CHECKS, "")
+    lacking = {check: "" for check in CHECKS if check not in ("adapter", "merge")}
+    results = {
+        "one causal-lm": complete,
+        "two causal-lm": {**complete, "bf16": "off"},
+        "six causal-lm": complete,
+    }
+    text = page({**results, "ten masked-lm": lacking})
+    assert "| causal-lm | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | `one`, `six` |\n" in text
+    assert "| causal-lm | ✓ | ✗ | ✓ | ✓ | ✓ | ✓ | ✓ | `two` |\n" in text
+    assert "| masked-lm | ✓ | ✓ | ✓ | ✓ | ✓ | – | – | `ten` |\n" in text
+    assert "- `two` causal-lm: bf16: `off`" in text
     assert "| Llama 2, Llama 3, " in text  # the table by name, which is written by hand, stays

@@ -78,7 +78,8 @@ class PublishedNames:
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._parameters = list(state_tensors(model))
         self._resumed: tuple[NameRules, list[str]] | None = None
-        self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self._untrained = set(self._live) - trained  # buffers as well, such as the biases of routers
 
     @cached_property
     def base(self) -> Checkpoint | None:
@@ -251,9 +252,9 @@ class PublishedNames:
 
     @cached_property
     def _frozen_files(self) -> set[str]:
-        """Published names of the tensors that consist only of frozen parameters."""
+        """Published names of the tensors that consist only of frozen parameters and buffers."""
         files = arrange_for_files(self._live, self.rules)
-        return {name for name, values in files.items() if self._frozen.issuperset(values.list_sources())}
+        return {name for name, values in files.items() if self._untrained.issuperset(values.list_sources())}
 
 
 def collapse_numbers(names: Iterable[str]) -> list[str]:
