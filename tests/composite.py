@@ -197,8 +197,10 @@ def _merge(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(settings)
     for key, value in changes.items():
         inside = merged.get(key)
-        both = isinstance(inside, dict) and isinstance(value, dict) and value and key not in _REPLACED
-        merged[key] = _merge(inside, value) if both else value
+        if isinstance(inside, dict) and isinstance(value, dict) and value and key not in _REPLACED:
+            merged[key] = _merge(inside, value)
+        else:
+            merged[key] = value
     return merged
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
 
 from tests.converters.damages import DAMAGED, EMPTY, FORMATS
@@ -118,7 +118,7 @@ def write(folder: Path, format: str, state: dict[str, Any], config: Mapping[str,
     folder.mkdir(parents=True)
     state = {name: value.contiguous() for name, value in state.items()}
     if format == "dcp":
-        dcp.save({"model": state}, checkpoint_id=folder, no_dist=True)
+        dcp_save({"model": state}, checkpoint_id=folder, no_dist=True)
     elif format == "safetensors":
         save_file(state, folder / "model.safetensors", {"format": "pt"})
     elif format == "torch":

@@ -288,7 +288,12 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     settings, tensors, whole = CASES[name]()
     # Newer releases of the writers add settings without an effect.
-    unset = {"moe_sparsity_config": None, "new_switch": False, "new_table": {}, "new_list": []}
+    unset: dict[str, Any] = {
+        "moe_sparsity_config": None,
+        "new_switch": False,
+        "new_table": {},
+        "new_list": [],
+    }
     source = written(tmp_path / "in", settings | unset, tensors)
     for dtype, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         out = tmp_path / dtype

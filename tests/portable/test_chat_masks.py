@@ -104,7 +104,7 @@ def test_answers_are_found_by_their_prefixes(name: str) -> None:
 
 TRL_TEMPLATES = Path(trl.__file__).with_name("chat_templates")
 EVERY_TEMPLATE = sorted([*TRL_TEMPLATES.glob("*.jinja"), *TEMPLATES.glob("*.jinja")])
-EMPTY = (
+EMPTY: tuple[dict[str, Any], ...] = (
     {"tool_calls": []},
     {"tool_calls": "", "function_call": None},
     {"reasoning_content": "", "thinking": ""},

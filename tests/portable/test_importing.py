@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from transformers import Seq2SeqTrainingArguments
-from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig
+from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig  # type: ignore[attr-defined]
 
 from portable.cli import main
 from portable.commands.importing import import_files
