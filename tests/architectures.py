@@ -375,28 +375,28 @@ def findings(
 def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[str]) -> Findings:
     """Return what the checks of :mod:`tests.exports` find for a pair, on one rank."""
     task = "causal-lm" if pair.task == COMPOSITE else pair.task
-    found: Findings = {}
+    results: Findings = {}
 
     def look(name: str, check: Callable[..., None], *arguments: Any) -> None:
         try:
             check(*arguments)
-            found[name] = ""
+            results[name] = ""
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+            results[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
 
     if not set(checks) & set(EXPORT_CHECKS):
-        return found
+        return results
     model = build_plain(pair)
     source = write_source(folder / "base", model, records)
     if "adapter" in checks:
         look("adapter", check_adapter, folder / "lora", source, records, task)
-    if "merge" in checks and not found.get("adapter", ""):
+    if "merge" in checks and not results.get("adapter", ""):
         look("merge", check_merge, folder / "lora", source)
     if "names" in checks:
         source = write_source(folder / "bf16", model, records, dtype=torch.bfloat16)
         look("names", check_names, folder / "names", source, records, task)
     shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return results
 
 
 def build_plain(pair: Pair) -> Any:
@@ -466,12 +466,12 @@ def page(everything: Mapping[str, Findings]) -> str:
 
     rows: dict[tuple[str, ...], list[str]] = {}
     notes: dict[str, list[str]] = {}
-    for name, found in sorted(everything.items()):
+    for name, results in sorted(everything.items()):
         model_type, task = name.split()
-        amiss = {what: why.replace("portable.errors.", "") for what, why in found.items() if why}
+        amiss = {what: why.replace("portable.errors.", "") for what, why in results.items() if why}
         word = _describe_refusal(amiss)
         if word is None:
-            marks = tuple(_mark(found, checks) for checks in COLUMNS.values())
+            marks = tuple(_mark(results, checks) for checks in COLUMNS.values())
             rows.setdefault((task, *marks), []).append(f"`{model_type}`")
         for what, why in amiss.items():
             plain = (
@@ -490,9 +490,9 @@ def page(everything: Mapping[str, Findings]) -> str:
         lines.append(f"| {' | '.join(row)} | {', '.join(rows[row])} |")
     lines += ["", "## What does not hold", "", NOTES, ""]
     lines += [f"- {', '.join(names)}: {line}" for line, names in sorted(notes.items())]
-    trained = [found for found in everything.values() if _describe_refusal(found) is None]
+    trained = [results for results in everything.values() if _describe_refusal(results) is None]
     checks = [
-        f"| {column} | {DESCRIPTIONS[column]} | {sum(_mark(found, names) != '–' for found in trained)} |"
+        f"| {column} | {DESCRIPTIONS[column]} | {sum(_mark(results, names) != '–' for results in trained)} |"
         for column, names in COLUMNS.items()
     ]
     introduction = INTRODUCTION.format(
@@ -514,21 +514,21 @@ def _describe_refusal(amiss: Findings) -> str | None:
     return None
 
 
-def _mark(found: Findings, checks: Collection[str]) -> str:
-    if any(found.get(check) for check in checks):
+def _mark(results: Findings, checks: Collection[str]) -> str:
+    if any(results.get(check) for check in checks):
         return "✗"
-    return "✓" if all(check in found for check in checks) else "–"
+    return "✓" if all(check in results for check in checks) else "–"
 
 
-def _is_complete(found: Findings | None, checks: Collection[str]) -> bool:
+def _is_complete(results: Findings | None, checks: Collection[str]) -> bool:
     """Return whether a pair has these results: a check that failed ends the checks that depend on it."""
-    if found is None:
+    if results is None:
         return False
-    if _describe_refusal(found):
+    if _describe_refusal(results):
         return True
     dependent = {"one rank": LOSS_CHECKS[1:], "adapter": ("merge",)}
-    ended = {check for first, others in dependent.items() if found.get(first) for check in others}
-    return set(checks) <= found.keys() | ended
+    ended = {check for first, others in dependent.items() if results.get(first) for check in others}
+    return set(checks) <= results.keys() | ended
 
 
 def read_results() -> dict[str, Findings]:
@@ -543,7 +543,7 @@ def write_results(everything: Mapping[str, Findings]) -> None:
     """Store results, one line for each pair."""
     import transformers
 
-    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(everything.items())]
+    lines = [f" {json.dumps(name)}: {json.dumps(results)}" for name, results in sorted(everything.items())]
     version = json.dumps(transformers.__version__)
     text = f'{{"transformers": {version}, "pairs": {{\n' + ",\n".join(lines) + "\n}}\n"
     RESULTS.write_text(text, encoding="utf-8")
@@ -578,12 +578,12 @@ def main(arguments: list[str]) -> int:
         records = write_records(Path(root))
         for number, pair in enumerate(wanted):
             start = time.monotonic()
-            found = findings(pair, pool, Path(root, str(number)), records, chosen.checks)
-            amiss = "; ".join(f"{what}: {why}" for what, why in found.items() if why) or "ok"
+            results = findings(pair, pool, Path(root, str(number)), records, chosen.checks)
+            amiss = "; ".join(f"{what}: {why}" for what, why in results.items() if why) or "ok"
             failed = failed or amiss != "ok"
             print(f"{pair.model_type} {pair.task} ({time.monotonic() - start:.1f} s): {amiss}", flush=True)
             everything = read_results()  # another process may have added results
-            everything[" ".join(pair)] = {**everything.get(" ".join(pair), {}), **found}
+            everything[" ".join(pair)] = {**everything.get(" ".join(pair), {}), **results}
             write_results(everything)
     pool.close()
     PAGE.write_text(page(everything), encoding="utf-8")

@@ -49,17 +49,17 @@ def test_means_what_it_means_to_transformers(
     pair: Pair, tmp_path: Path, records: Path, ranks: RankPool
 ) -> None:
     pytest.importorskip("deepspeed")
-    found = findings(pair, ranks, tmp_path, records)
-    assert found.keys() == set(CHECKS)
-    assert {what: why for what, why in found.items() if why} == {}
+    results = findings(pair, ranks, tmp_path, records)
+    assert results.keys() == set(CHECKS)
+    assert {what: why for what, why in results.items() if why} == {}
 
 
 @pytest.mark.parametrize("pair", EXPORTED, ids=lambda pair: f"{pair.model_type}-{pair.task}")
 def test_export_and_adapter_match_the_published_class(
     pair: Pair, tmp_path: Path, records: Path, ranks: RankPool
 ) -> None:
-    found = ranks.run(1, export_findings, pair, tmp_path, records, EXPORT_CHECKS)
-    assert found == dict.fromkeys(EXPORT_CHECKS, "")
+    results = ranks.run(1, export_findings, pair, tmp_path, records, EXPORT_CHECKS)
+    assert results == dict.fromkeys(EXPORT_CHECKS, "")
 
 
 def test_page_has_a_row_for_equal_results_and_a_line_for_each_failure() -> None:

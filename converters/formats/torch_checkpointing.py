@@ -235,8 +235,8 @@ def _read_layout(name: Any, packed: Any) -> _Layout:
     if not isinstance(data, dict) or not isinstance(mesh, dict):
         raise CheckpointError(f"damaged, the layout of {shown(name)} is incomplete")
     dtype = data.get("dtype")
-    known = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
-    if known is None:
+    converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
+    if converted_dtype is None:
         raise CheckpointError(f"{shown(name)}: the element type {shown(dtype)} is not supported")
     shape, sizes, ranks = data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data")
     placements = data.get("placements")
@@ -246,7 +246,7 @@ def _read_layout(name: Any, packed: Any) -> _Layout:
         raise CheckpointError(f"damaged, the mesh of {shown(name)} does not list each rank once")
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
         raise CheckpointError(f"damaged, {shown(name)} has no placements")
-    return _Layout(known, tuple(shape), tuple(sizes), tuple(ranks), placements)
+    return _Layout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
 
 
 def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
@@ -264,16 +264,16 @@ def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
     merged: dict[KeyPath, Any] = {}
     counts: dict[KeyPath, int] = {}
     for rank, file in sorted(files.items()):
-        where = f"{folder.path / file}"
+        location = f"{folder.path / file}"
         values = (
             _read_parts(folder, file, rank, item)
             if item.files[rank][1] == _SAFETENSORS
-            else _flatten(load(folder.file(file)), where)
+            else _flatten(load(folder.file(file)), location)
         )
         for path, value in values:
-            _check_layout(path, value, item, rank, where)
+            _check_layout(path, value, item, rank, location)
             counts[path] = counts.get(path, 0) + 1
-            _add(merged, path, value, rank, f"{where}: {shown('.'.join(map(str, path)))}")
+            _add(merged, path, value, rank, f"{location}: {shown('.'.join(map(str, path)))}")
     for path, groups in item.layouts.items():
         if counts.get(path, 0) != sum(len(ranks) for ranks, _ in groups):
             raise CheckpointError(
@@ -284,30 +284,30 @@ def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
 
 
 def _check_distinct(folder: Folder, files: Mapping[int, str]) -> None:
-    known: dict[object, str] = {}
+    files_by_identity: dict[object, str] = {}
     for file in files.values():
-        other = known.setdefault(folder.file(file).identity(), file)
+        other = files_by_identity.setdefault(folder.file(file).identity(), file)
         if other != file or len(set(files.values())) != len(files):
             raise CheckpointError(f"{folder.path / _METADATA}: lists one file twice, {shown(file)}")
 
 
-def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, where: str) -> None:
+def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: str) -> None:
     """Check a value of a rank's file against `metadata.pkl`."""
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, Sharded):
         raise CheckpointError(
-            f"{where}: holds {shown('.'.join(map(str, path)))}, which {_METADATA} does not list"
+            f"{location}: holds {shown('.'.join(map(str, path)))}, which {_METADATA} does not list"
         )
     if layout is None or (
         isinstance(value, (Sharded, StoredTensor))
         and (value.dtype, value.shape) == (layout.dtype, layout.shape)
     ):
         return
-    held = (
+    description = (
         f"{value.dtype} {list(value.shape)}" if isinstance(value, (Sharded, StoredTensor)) else "not a tensor"
     )
     raise CheckpointError(
-        f"{where}: {shown('.'.join(map(str, path)))} is {held}, {_METADATA} says {layout.dtype} "
+        f"{location}: {shown('.'.join(map(str, path)))} is {description}, {_METADATA} says {layout.dtype} "
         f"{list(layout.shape)}"
     )
 
@@ -325,15 +325,16 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
         if layout is None:
             continue
         part = tensors.pop(".".join(map(str, path)), None)
-        where = f"{file.path}: {shown('.'.join(map(str, path)))}"
+        location = f"{file.path}: {shown('.'.join(map(str, path)))}"
         if part is None:
-            raise CheckpointError(f"{where} is missing")
+            raise CheckpointError(f"{location} is missing")
         offsets, shape = locate_part(
-            layout.shape, layout.mesh_sizes, layout.mesh_ranks, layout.placements, rank, where
+            layout.shape, layout.mesh_sizes, layout.mesh_ranks, layout.placements, rank, location
         )
         if part.dtype != layout.dtype or part.shape != shape:
             raise CheckpointError(
-                f"{where} is {part.dtype} {list(part.shape)}, {_METADATA} says {layout.dtype} {list(shape)}"
+                f"{location} is {part.dtype} {list(part.shape)}, {_METADATA} says {layout.dtype} "
+                f"{list(shape)}"
             )
         yield path, Sharded(Placed.__name__, layout.dtype, layout.shape, Placed(offsets, part))
     if tensors:
@@ -342,39 +343,41 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
         )
 
 
-def _flatten(content: Any, where: str) -> Iterator[tuple[KeyPath, Any]]:
+def _flatten(content: Any, location: str) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the path and value of each entry in a nested state dict. Lists count as values."""
     if not isinstance(content, dict):
-        raise CheckpointError(f"{where}: not a state dict but a {type(content).__name__}")
+        raise CheckpointError(f"{location}: not a state dict but a {type(content).__name__}")
     left = MAX_VALUES
     pending: list[tuple[KeyPath, Any]] = [((), content)]
     while pending:
         path, value = pending.pop()
         left -= 1
         if left < 0 or len(path) > MAX_CONTAINER_DEPTH:
-            raise CheckpointError(f"{where}: nested too deeply or too large to be a state dict")
+            raise CheckpointError(f"{location}: nested too deeply or too large to be a state dict")
         if not isinstance(value, dict):
             yield path, value
             continue
         for key, inner in reversed(value.items()):
             if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
-                raise CheckpointError(f"{where}: the key {shown(key)} is not the name of a value")
+                raise CheckpointError(f"{location}: the key {shown(key)} is not the name of a value")
             pending.append(((*path, key), inner))
 
 
-def _add(merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, where: str) -> None:
+def _add(merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, location: str) -> None:
     """Add a value of one rank to the values of the ranks before it."""
-    known = merged.get(path)
+    previous = merged.get(path)
     if isinstance(value, (Sharded, StoredTensor)):
         if path not in merged:
-            known = merged[path] = Parts(value, where) if isinstance(value, Sharded) else Copies(where)
-        if not isinstance(known, (Parts, Copies)):
-            raise CheckpointError(f"{where} is a tensor on some ranks only")
-        known.add(value, rank)
+            previous = merged[path] = (
+                Parts(value, location) if isinstance(value, Sharded) else Copies(location)
+            )
+        if not isinstance(previous, (Parts, Copies)):
+            raise CheckpointError(f"{location} is a tensor only on some ranks")
+        previous.add(value, rank)
     elif path not in merged:
         merged[path] = value
-    elif isinstance(known, (Parts, Copies)) or plain(known) != plain(value):
-        raise CheckpointError(f"{where} has other values on other ranks; the files are of two checkpoints")
+    elif isinstance(previous, (Parts, Copies)) or plain(previous) != plain(value):
+        raise CheckpointError(f"{location} has other values on other ranks; the files are of two checkpoints")
 
 
 def _is_tensor(leaf: Any) -> bool:

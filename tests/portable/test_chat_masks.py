@@ -128,7 +128,9 @@ def test_empty_keys_mean_missing_keys_in_every_template() -> None:
             drafts = [
                 rendering.drafts([record({"messages": talk})], collect=True)[0] for talk in (plain, *others)
             ]
-            texts = [[one.text for one in each] if isinstance(each, list) else str(each) for each in drafts]
+            texts = [
+                [draft.text for draft in each] if isinstance(each, list) else str(each) for each in drafts
+            ]
             assert texts == texts[:1] * len(texts), path.name
             written += isinstance(texts[0], list)
     assert written > 160
@@ -143,7 +145,7 @@ def test_a_call_without_words_is_the_same_call_in_every_template() -> None:
         talks = [[asks, {**call, **said}, *rest] for said in ({"content": None}, {"content": ""}, {})]
         rows = [record({"messages": talk, "tools": ROWS["tools"]}) for talk in talks]
         drafts = [rendering.drafts([row], collect=True)[0] for row in rows]
-        texts = {str([one.text for one in each] if isinstance(each, list) else each) for each in drafts}
+        texts = {str([draft.text for draft in each] if isinstance(each, list) else each) for each in drafts}
         assert len(texts) == 1, (path.name, texts)
         compared += all(isinstance(each, list) for each in drafts)
     assert compared > 50

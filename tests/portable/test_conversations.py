@@ -153,11 +153,11 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
     empty = {"messages": [QUESTION, {"role": "assistant", "content": ""}]}
     typo = {"message": GREETING}
     lost = {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]}
-    given = written(settings, good, *[silent] * 8, good, *[typo] * 4, empty, good)
+    source_settings = written(settings, good, *[silent] * 8, good, *[typo] * 4, empty, good)
     with Path(settings.source).open("a") as file:
         file.write('{"messages": [\n"text"\n')
     with pytest.raises(MistakesError) as error:
-        build_data(given)
+        build_data(source_settings)
     lines = error.value.lines
     assert [re.search(r"chat.jsonl:(\d+): ", line)[1] for line in lines[:10]] == [  # type: ignore[index]
         *map(str, range(2, 10)),
@@ -168,18 +168,18 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
         in lines[10]
     )
     assert lines[10].endswith("correct or remove them, or set data.on_bad_record to skip")
-    skipping = replace(given, on_bad_record="skip")
+    skipping = replace(source_settings, on_bad_record="skip")
     data = build_data(skipping)
     assert len(data.train) == 4 and "14 records were skipped" in capsys.readouterr().err
     (line,) = data.sizes.warnings
     assert line.startswith("data.source: 1 answers are empty: the model is trained to end its turn")
     # Records that the template cannot write.
-    given = written(settings, good, lost, good, lost)
+    source_settings = written(settings, good, lost, good, lost)
     with pytest.raises(MistakesError) as error:
-        build_data(given)
+        build_data(source_settings)
     assert [line.count("leaves out the call of 'look'") for line in error.value.lines[:2]] == [1, 1]
     assert "2 bad records (2 x the template leaves out the call of '...')" in error.value.lines[2]
-    assert len(build_data(replace(given, on_bad_record="skip")).train) == 2
+    assert len(build_data(replace(source_settings, on_bad_record="skip")).train) == 2
     with pytest.raises(
         UserError, match=r"chat.jsonl:2: .*leaves out the call .*or set data.on_bad_record to skip"
     ):

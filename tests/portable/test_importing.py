@@ -150,23 +150,23 @@ SAME_MEANING = {"dtype": "float32", "bf16": "auto"}
 
 def defaults_of(*classes: Any) -> dict[str, Any]:
     """Return the plain defaults of dataclasses."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for each in classes:
         for item in dataclasses.fields(each):
             value = item.default if item.default is not dataclasses.MISSING else None
             if item.default_factory is not dataclasses.MISSING:
                 value = item.default_factory()
             if value is None or isinstance(value, str | int | float | bool | list | dict):
-                found.setdefault(item.name, getattr(value, "value", value))
-    return found
+                defaults.setdefault(item.name, getattr(value, "value", value))
+    return defaults
 
 
 def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all settings of the run that a file means, and what is refused."""
-    found = read(Document(theirs, {}), "theirs.yaml")
-    pairs = {"data.format": "preference"} if "train.loss" in found.values else {}
-    config = load_config(None, {**pairs, **found.values})
-    return {key: keys.plain(config.get(key)) for key in TABLE}, found.refused
+    imported_run = read(Document(theirs, {}), "theirs.yaml")
+    pairs = {"data.format": "preference"} if "train.loss" in imported_run.values else {}
+    config = load_config(None, {**pairs, **imported_run.values})
+    return {key: keys.plain(config.get(key)) for key in TABLE}, imported_run.refused
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -183,9 +183,13 @@ def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -
         assert not named.refused
         if named.values == read(Document(start, {}), "theirs.yaml").values:
             continue
-        found, _ = effective({**start, key: value})
-        other = {one: found[one] for one in found if found[one] != expected[one]}
-        assert not {one for one in other if not one.startswith(WITHOUT_WEIGHT)}, (key, value, other)
+        actual, _ = effective({**start, key: value})
+        other = {setting: actual[setting] for setting in actual if actual[setting] != expected[setting]}
+        assert not {setting for setting in other if not setting.startswith(WITHOUT_WEIGHT)}, (
+            key,
+            value,
+            other,
+        )
     assert compared > 5
 
 
@@ -211,8 +215,8 @@ def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
     pairs = {"rl": "dpo"} if key in ("field_prompt", "field_chosen", "field_rejected") else {}
     results = []
     for entry in (start, {**start, key: values.get(key, "xyz")}):
-        found = read(Document({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml")
-        results.append((found.values, found.notes, found.refused))
+        imported_run = read(Document({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml")
+        results.append((imported_run.values, imported_run.notes, imported_run.refused))
     assert (results[0] != results[1]) == (key not in SILENT)
 
 
@@ -234,10 +238,10 @@ def test_no_argument_of_a_dataset_of_torchtune_vanishes(dataset: str) -> None:
                 "packed": False,
                 **more,
             }
-            found = read(Document({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
-            results.append((found.values, found.notes, found.refused))
-        known = not any("has no counterpart: set data.source" in line for line in results[0][2])
-        assert results[0] != results[1] or not known, key
+            imported_run = read(Document({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
+            results.append((imported_run.values, imported_run.notes, imported_run.refused))
+        is_supported = not any("has no counterpart: set data.source" in line for line in results[0][2])
+        assert results[0] != results[1] or not is_supported, key
 
 
 def test_scripts_and_launchers_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,8 +256,8 @@ def test_scripts_and_launchers_are_answered(tmp_path: Path, capsys: pytest.Captu
         "accelerate launch --num_processes=2",
         "deepspeed --num_gpus 2",
     ):
-        found, _ = imported("--", *launcher.split(), *arguments.split(), capsys=capsys)
-        assert found["train.global_batch_size"] == 16  # TRL's 8 on each of two devices
+        settings, _ = imported("--", *launcher.split(), *arguments.split(), capsys=capsys)
+        assert settings["train.global_batch_size"] == 16  # TRL's 8 on each of two devices
 
 
 def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,16 +214,16 @@ def split_launcher(words: list[str]) -> tuple[int | None, list[str]]:
     Raises:
         UserError: if the script has no arguments.
     """
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    script = next((position for position, word in enumerate(words) if word.endswith(".py")), None)
     if script is None:
         return None, words
     if script + 1 == len(words):
         raise python_script(words[script], "command line: ")
     processes = None
-    for at, word in enumerate(words[:script]):
+    for position, word in enumerate(words[:script]):
         name, _, value = word.lstrip("-").replace("-", "_").partition("=")
-        if name in _LAUNCHED and (value or words[at + 1]).isdigit():
-            processes = int(value or words[at + 1])
+        if name in _LAUNCHED and (value or words[position + 1]).isdigit():
+            processes = int(value or words[position + 1])
     return processes, words[script:]
 
 

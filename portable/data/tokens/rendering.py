@@ -167,15 +167,17 @@ class Rendering:
         )
         _check_shown(plain, text)
         begin = conversation.prompt if train_on == "completion" else 0
-        answers = tuple(at for at in conversation.answers if at >= (begin or 0))
+        answers = tuple(number for number in conversation.answers if number >= (begin or 0))
         answers = answers[-1:] if train_on == "last_assistant" else answers
-        thoughts = [_thought(plain.messages[at]) for at in answers]
+        thoughts = [_thought(plain.messages[number]) for number in answers]
         shown = tuple(valid(thought) in text for thought in thoughts if thought)
-        own = [(at, own_words(plain.messages[at])) for at in answers]
-        words = tuple((at, each) for at, each in own if each or plain.messages[at].get("tool_calls"))
+        own = [(number, own_words(plain.messages[number])) for number in answers]
+        words = tuple(
+            (number, each) for number, each in own if each or plain.messages[number].get("tool_calls")
+        )
         empty = sum(
-            not (each or thought or plain.messages[at].get("tool_calls"))
-            for (at, each), thought in zip(own, thoughts, strict=True)
+            not (each or thought or plain.messages[number].get("tool_calls"))
+            for (number, each), thought in zip(own, thoughts, strict=True)
         )
         if train_on in ("all", "completion"):
             draft = self._whole_draft(conversation, text, begin, train_on, shown)
@@ -505,8 +507,8 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
     """
     names = Counter(
         call["function"]["name"]
-        for at, _ in words
-        for call in conversation.messages[at].get("tool_calls", ())
+        for number, _ in words
+        for call in conversation.messages[number].get("tool_calls", ())
     )
     for name, calls in names.items():
         spoken = sum(own.count(valid(name)) for _, own in words if own in said)
@@ -523,15 +525,15 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
     else:
         return
     said, place = _squeezed(said), 0
-    for at, own in words:
+    for number, own in words:
         forms = [_squeezed(own), _squeezed(json.dumps(own, ensure_ascii=False)[1:-1])]
         places = [(said.find(form, place), len(form)) for form in forms if said.find(form, place) >= 0]
         if not places:
-            keys = ", ".join(conversation.messages[at])
+            keys = ", ".join(conversation.messages[number])
             raise failure(
                 conversation,
-                f"the template leaves out the words of message {at + 1}, an answer, whose keys are {keys}; "
-                "use one that writes them, or remove the key that the template takes in their place",
+                f"the template leaves out the words of message {number + 1}, an answer, whose keys are "
+                f"{keys}; use one that writes them, or remove the key that the template takes in their place",
             )
         place = sum(min(places))
 
