@@ -199,8 +199,8 @@ class Checkpoint:
         """Read the companion `config.json` and apply the overrides in `config`.
 
         Returns:
-            The settings of the model, without those that an override removes. Empty if the checkpoint does
-            not have a `config.json`.
+            The settings of the model after the overrides, which may also remove settings. Empty if the
+            checkpoint does not have a `config.json`.
         """
         settings = read_small_table(self.companions.get("config.json"))
         for key, value in self.config.items():

@@ -2,8 +2,8 @@
 
     problems = find_problems(open_checkpoint("run/checkpoints/step-000100"))
 
-If `converters.names.expected` contains the model class, the tensors are compared with what transformers
-builds for the class. Otherwise, only rules apply that hold for every model, and an uncertain rule reports
+If `converters.names.expected` contains the model class, the tensors are compared with the tensors of the
+class in transformers. Otherwise, only rules apply that hold for every model, and an uncertain rule reports
 nothing.
 """
 

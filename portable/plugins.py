@@ -313,7 +313,7 @@ def _said(error: BaseException) -> str:
 
 
 def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Find the innermost frame in the user's code, where an error of a library can be corrected.
+    """Find the innermost frame in custom code, because a user can only correct an error there.
 
     Code of this project, of the standard library and of installed packages is not the user's, unless the
     setting names an installed package. The first frame outside of this project and of the libraries below is

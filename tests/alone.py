@@ -1,4 +1,4 @@
-"""Compare texts in padded and packed batches with each text alone: ``python -m tests.alone``.
+"""Compare texts in padded and packed batches with each text by itself: ``python -m tests.alone``.
 
 Some models derive a quantity from the padded or packed length of a batch, such as the factors of LongRoPE.
 For each pair of a model type and a task, a tiny model computes the same texts one by one, as transformers
@@ -208,7 +208,7 @@ def compute_packed(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[to
 
 
 def compare(pair: Pair) -> Iterator[tuple[str, Comparison]]:
-    """Compare the texts of a pair in each kind of batch with each text alone.
+    """Compare the texts of a pair in each kind of batch with each text by itself.
 
     Yields:
         The names of the variant and the kind of batch, and the result. For types that transformers cannot

@@ -37,7 +37,7 @@ from tests.tiny_models import VOCABULARY, tiny_config
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "tests" / "architectures.json"
-"""Results of every pair that was looked at, with the version of transformers."""
+"""Results of every compared pair, with the version of transformers."""
 STEPS = 3
 TOLERANCE = 1e-5
 TASKS = {
@@ -373,7 +373,7 @@ def findings(
 
 
 def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[str]) -> Findings:
-    """Return what the checks of :mod:`tests.exports` find for a pair, on one rank."""
+    """Run the checks of :mod:`tests.exports` for a pair on one rank, and return their results."""
     task = "causal-lm" if pair.task == COMPOSITE else pair.task
     results: Findings = {}
 
@@ -450,18 +450,18 @@ TABLE = """\
 
 """
 NOTES = """\
-"Refused": the type is no model of the task, whatever transformers lists, or its class does not run on text
-alone. "Not tried": no model of the type was as small. transformers itself fails alike in some: `deberta` and
-`xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does not open what it saved
-of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained here on the next token
-alone, and a note says so."""
+"Refused": the type is not a model of the task, although transformers lists it, or its class does not run
+on text without other inputs. "Not tried": there is no model of the type that is small enough. In some cases,
+transformers itself fails: `deberta` and `xmod` under bf16 autocast, `git` with labels and no picture, and its
+auto class cannot open its own files of `emu3` and `mllama` (the class in `config.json` can). ProphetNet is
+trained here only on the next token, and the run prints a note."""
 _REFUSED = re.compile(
     r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task"
 )
 
 
 def page(everything: Mapping[str, Findings]) -> str:
-    """Build the page of the docs: the table by name, the results of each type, and what does not hold."""
+    """Build the page of the docs: the table by name, the results of each type, and the failures."""
     import transformers
 
     rows: dict[tuple[str, ...], list[str]] = {}

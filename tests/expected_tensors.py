@@ -2,10 +2,10 @@
 
 The converter does not import a framework. Therefore, ``converters/names/expected_tensors.json`` contains what
 follows from building each text model of transformers on the ``meta`` device in many variants: every flag of
-its config is flipped, every number is doubled, set to 0, and set to None, one at a time. Only what holds in
-all variants that can be built is written to the file:
+its config is flipped, every number is doubled, set to 0, and set to None, one at a time. The file
+contains only facts that hold in all variants that can be built:
 
-- ``required``: parameters that every variant has. ``untied``: those that every variant with
+- ``required``: parameters that every variant has. ``untied``: parameters that every variant with
   ``tie_word_embeddings: false`` has in addition.
 - ``stacks``: for each stack of layers, the config key with the number of layers, the parameters that every
   layer has, and groups of parameters that always occur together in a layer.
@@ -319,7 +319,7 @@ class _Observations:
         )
 
     def choose_formula(self, mask: str, candidates: set[str]) -> str:
-        """Return the formula of a dimension: one that remains and that variants have changed."""
+        """Return the formula of a dimension: a formula that remains and that variants have changed."""
         varied = [formula for formula in candidates if len(self.values[mask][formula]) > 1]
         return min(varied, key=lambda formula: (len(formula), formula), default="?")
 

@@ -1,4 +1,4 @@
-"""Checks of what a run exports, for any model type: names, untouched tensors, adapters and merges.
+"""Checks of the exported files of a run, for any model type: names, untouched tensors, adapters and merges.
 
 Each check starts from a folder that ``save_pretrained`` wrote, with the class of published checkpoints.
 """
@@ -176,7 +176,7 @@ def _check_equal(logits: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check_adapter(folder: Path, source: Path, corpus: Path, task: str) -> None:
-    """Train an adapter, and load it with peft on the published class: the logits equal those of training.
+    """Train an adapter, and load it with peft on the published class: the logits equal the training logits.
 
     Raises:
         ExportError: If they differ, or the adapter does not change them.

@@ -1,4 +1,4 @@
-"""Texts in padded and packed batches beside each text alone, by ``python -m tests.alone``."""
+"""Compare texts in padded and packed batches with each text by itself (:mod:`tests.alone`)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def longrope(limit: int) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("micro", [1, 4])
 def test_longrope_factors_follow_each_text(settings: dict[str, Any], micro: int, tmp_path: Path) -> None:
-    """The log-probabilities of a step are those of transformers for each conversation by itself."""
+    """The log-probabilities of a step equal the values of transformers for each conversation by itself."""
     limit = 24
     source = write_jsonl(tmp_path / "pairs.jsonl", preferences(24))
     if "train__loss" not in settings:

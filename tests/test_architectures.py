@@ -36,7 +36,7 @@ EXPORTED = [
     Pair("gemma3", "causal-lm"),  # the causal class has a tower
     Pair("qwen3_5", COMPOSITE),
 ]
-"""Pairs of which only the export is checked."""
+"""Pairs for which only the export is checked."""
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def _beside_whole(model_type: str) -> str:
     torch.manual_seed(0)
     name, _, rope_type = model_type.partition(" ")
     config = AutoConfig.for_model(**tiny_config(name, "causal-lm"))
-    if rope_type:  # of which a rank sees only some positions
+    if rope_type:  # a rank has only some of its positions
         change_rope(config, rope_type)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True

@@ -119,7 +119,7 @@ class BaseChanges:
         return rows if rows != self.shape(name)[0] else None
 
     def is_replaced(self, name: str) -> bool:
-        """Return whether the adapter contains the whole tensor."""
+        """Return whether the adapter contains the complete tensor."""
         source = self.changes.get(name, Change()).source
         return source is not None and any(source is tensor for tensor in self.adapter.replaced.values())
 

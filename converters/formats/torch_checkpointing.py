@@ -307,7 +307,7 @@ def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: s
         f"{value.dtype} {list(value.shape)}" if isinstance(value, (Sharded, StoredTensor)) else "not a tensor"
     )
     raise CheckpointError(
-        f"{location}: {shown('.'.join(map(str, path)))} is {description}, {_METADATA} says {layout.dtype} "
+        f"{location}: {shown('.'.join(map(str, path)))} is {description}, but {_METADATA} has {layout.dtype} "
         f"{list(layout.shape)}"
     )
 
@@ -333,7 +333,7 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
         )
         if part.dtype != layout.dtype or part.shape != shape:
             raise CheckpointError(
-                f"{location} is {part.dtype} {list(part.shape)}, {_METADATA} says {layout.dtype} "
+                f"{location} is {part.dtype} {list(part.shape)}, but {_METADATA} has {layout.dtype} "
                 f"{list(shape)}"
             )
         yield path, Sharded(Placed.__name__, layout.dtype, layout.shape, Placed(offsets, part))

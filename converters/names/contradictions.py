@@ -45,7 +45,7 @@ def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
         Names of the output and input embeddings, or None.
     """
     expected = find_class(config)
-    # Some classes have output embeddings that transformers never ties, whatever the config contains.
+    # Some classes have output embeddings that transformers never ties, regardless of the config.
     if expected is None or not any(ends_with(name, HEADS) for name in expected.untied):
         return None
     if config.get("tie_word_embeddings") is False or not is_tied(config, default=expected.tied):

@@ -1,7 +1,7 @@
 """Tensors that a model class of transformers requires, read from `expected_tensors.json`.
 
 `python -m tests.expected_tensors` generates the file by building every text model of transformers in many
-variants. It contains only what holds in all variants, so it never contradicts a sound checkpoint.
+variants. It contains only facts that hold in all variants, so it never contradicts a sound checkpoint.
 """
 
 from __future__ import annotations

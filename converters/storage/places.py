@@ -152,8 +152,8 @@ def side_by_side(place: Place) -> int | None:
 def map_ahead(folder: Place, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Apply a function that reads a file to each item, as `map` does.
 
-    In an object store, the function runs for several items at a time, because each request takes long. There
-    are at most as many results in memory as connections.
+    In an object store, the function runs for several items at a time, because each request takes long. The
+    number of results in memory is at most the number of connections.
 
     Args:
         folder: Place of the files.

@@ -81,7 +81,7 @@ def import_files(argv: Sequence[str]) -> int:
         if one.processes:
             count = f"num_processes: {one.processes}"
             found.notes.append(
-                f"{name}: {count}: start as many ranks: portable-train --nproc {one.processes}"
+                f"{name}: {count}: start the same number of ranks: portable-train --nproc {one.processes}"
             )
         found.differences += [line for line in one.differences if line not in found.differences]
         for key, value in one.values.items():

@@ -83,7 +83,7 @@ def mistakes_of_sources(data: DataConfig) -> Iterator[str]:
     """What is wrong with the sources together, in one line each."""
     names: set[str] = set()
     if data.sources and data.source is not None:
-        yield "data.source: has no effect beside data.sources; remove it, or make it one of data.sources"
+        yield "data.source: has no effect with data.sources; remove it, or make it one of data.sources"
     for one in data.sources:
         key = training_key(one.name)
         if one.name in names:

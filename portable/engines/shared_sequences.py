@@ -137,6 +137,8 @@ def _of_all_tokens(inner: Callable[..., Any]) -> Callable[..., Any]:
             return inner(gate_logits, num_experts, top_k, attention_mask)
         parts = dist.get_world_size(group)
         whole = [_Exchange.apply(one.expand(parts, *one.shape), group, 0, 1)[0] for one in gate_logits]
-        return inner(tuple(whole), num_experts, top_k, attention_mask) / parts  # a mask is of whole sequences
+        return (
+            inner(tuple(whole), num_experts, top_k, attention_mask) / parts
+        )  # a mask is for complete sequences
 
     return loss

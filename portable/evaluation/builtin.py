@@ -220,10 +220,10 @@ class MeanAbsoluteError(_Errors):
 
 
 class R2(_Errors):
-    """The share of the labels' variance that is explained; the mean over the numbers of a text.
+    """Coefficient of determination: the explained share of the labels' variance, averaged over the outputs.
 
-    Degenerate cases are those of scikit-learn: labels that do not vary have 1.0 for exact predictions and 0.0
-    for others, and fewer than two samples have no value (NaN).
+    Degenerate cases have the values of scikit-learn: if the labels do not vary, 1.0 for exact predictions and
+    0.0 for others; with fewer than two samples, NaN.
     """
 
     higher_is_better = True

@@ -69,7 +69,7 @@ class ModelTerms:
 
     @contextmanager
     def _without_padding(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the router loss the padding of packed documents, of which transformers does not know."""
+        """Exclude the padding of packed documents from the router loss, because transformers includes it."""
         functions = of_transformers.module_of(self._model)
         compute_loss = functions.get(ROUTER_LOSS)
         if not self.of_routers or "document_lengths" not in inputs or compute_loss is None:
@@ -135,7 +135,7 @@ _ROUTER_LOSS = "output_router_logits"
 
 
 def adds_router_loss(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Whether a pretrained mixture of experts gets its router loss where nobody asked, as in TRL."""
+    """Return whether a pretrained mixture of experts gets its router loss by default, as in TRL."""
     text = config.get_text_config()
     asked = _ROUTER_LOSS in str(settings.config)  # also inside of text_config
     applies = settings.task == "causal-lm" and not settings.from_scratch and not asked

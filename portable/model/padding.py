@@ -24,7 +24,7 @@ _ANY_TASK = frozenset(
     }
 )
 _CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
-"""Types that classify at the token after the text, which a text without padding does not have."""
+"""Types that classify at the token after the text. This token only exists if there is padding."""
 
 
 def explain_padding(config: PretrainedConfig, run: RunConfig) -> str | None:

@@ -79,7 +79,7 @@ class PublishedNames:
         self._parameters = list(state_tensors(model))
         self._resumed: tuple[NameRules, list[str]] | None = None
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        self._untrained = set(self._live) - trained  # buffers as well, such as the biases of routers
+        self._untrained = set(self._live) - trained  # includes buffers, such as router biases
 
     @cached_property
     def base(self) -> Checkpoint | None:

@@ -184,7 +184,7 @@ class RotaryLayer:
 
     @_transformers.needed_for("model.config.rope_parameters")
     def rotate_by_length(self, x: Tensor, positions: Tensor, tokens: Tensor, layer_type: str | None) -> Any:
-        """Compute dynamic rotations with frequencies of their own for each token.
+        """Compute dynamic rotations with separate frequencies for each token.
 
         No value is read from the device.
 

@@ -22,7 +22,7 @@ TINY = {"vocab_size": 256, "hidden_size": 32, "num_attention_heads": 4, "num_key
 
 
 def build_llama() -> Any:
-    """Build a Llama of four layers with an output embedding of its own."""
+    """Build a Llama of four layers with a separate output embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(

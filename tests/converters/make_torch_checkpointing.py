@@ -56,7 +56,7 @@ def save(out: Path, name: str, state: dict[str, Any], layouts: dict[str, LayoutI
 
 
 def write(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write a folder of `torch.save` files, and one whose model is in safetensors files."""
+    """Write a folder of `torch.save` files, and a folder with the model in safetensors files."""
     ref = reference(model, optimizer)
     weights: dict[str, Any] = dict(get_model_state_dict(model))
     state = {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer), "step": 2}
@@ -76,7 +76,7 @@ def fsdp2(rank: int, world: int, out: Path) -> None:
 
 
 def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
-    """2 x 2: rows of one layer cut by both, columns of the other by tensor parallelism alone."""
+    """Shard on 2 x 2 ranks: rows of one layer by both, columns of the other only by tensor parallelism."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model: Any = Stack()

@@ -51,7 +51,7 @@ def test_merges_into_the_base_that_lies_in_the_same_checkpoint(
 
 
 def test_settings_of_verl(tmp_path: Path) -> None:
-    """verl stores r and lora_alpha in `lora_train_meta.json`, next to the rank files of the whole model."""
+    """verl stores r and lora_alpha in `lora_train_meta.json`, next to the rank files of the model."""
     torch.manual_seed(0)
     module = "model.layers.0.self_attn.q_proj"
     base = {"model.norm.weight": torch.randn(8), f"{module}.weight": torch.randn(8, 8)}

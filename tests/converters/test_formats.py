@@ -344,8 +344,8 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             ("fsdp2-1/model_0.pt", "was written by rank 0, not 1"),
         ],
         ("fsdp2-3", "metadata.pkl"): [
-            (lambda table: layout_of(table).update(dtype="torch.float16"), "metadata.pkl says F16"),
-            (lambda table: layout_of(table).update(global_shape=[1 << 60, 13]), "metadata.pkl says BF16"),
+            (lambda table: layout_of(table).update(dtype="torch.float16"), "metadata.pkl has F16"),
+            (lambda table: layout_of(table).update(global_shape=[1 << 60, 13]), "metadata.pkl has BF16"),
             (
                 lambda table: layout_of(table).update(dtype="torch.strange"),
                 "'torch.strange' is not supported",

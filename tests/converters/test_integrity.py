@@ -1,4 +1,4 @@
-"""Compare the verdict on complete and damaged checkpoints with what transformers builds."""
+"""Compare the verdict on complete and damaged checkpoints with the models of transformers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build_shapes(config: Any, model_class: Any) -> tuple[dict[str, tuple[int, ..
 def iterate_verdicts(
     model_type: str, task: str, *, full_size: bool = False
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the problems of a model with the names in memory, and with those of published files."""
+    """Yield the problems of a model with the names in memory, and with the names in published files."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(model_type) if full_size else create_config(model_type, task)
@@ -175,7 +175,7 @@ def test_samples_have_no_problems(name: str, request: pytest.FixtureRequest, tmp
 
 
 def main() -> int:
-    """Check all models of transformers: tiny ones, and those of the default config of each type."""
+    """Check all models of transformers: tiny models, and models with the default config of each type."""
     import sys
 
     import transformers

@@ -112,7 +112,7 @@ EMPTY: tuple[dict[str, Any], ...] = (
 
 
 def test_empty_keys_mean_missing_keys_in_every_template() -> None:
-    """TRL's templates and those of the model families here write the same text."""
+    """The templates of TRL and of the model families here write the same text."""
     assert len(EVERY_TEMPLATE) > 80
     written = 0
     for path in EVERY_TEMPLATE:
@@ -137,7 +137,7 @@ def test_empty_keys_mean_missing_keys_in_every_template() -> None:
 
 
 def test_a_call_without_words_is_the_same_call_in_every_template() -> None:
-    """``content`` null, empty or missing beside a call."""
+    """A call has the same text if ``content`` is null, empty or missing."""
     compared = 0
     for path in EVERY_TEMPLATE:
         rendering = Rendering(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})

@@ -121,7 +121,7 @@ PANDAS = {
 }
 
 
-def classified(path: Path, folder: Path, **more: Any) -> Any:
+def build_classifier_data(path: Path, folder: Path, **more: Any) -> Any:
     """Return the data of a classifier."""
     values: dict[str, Any] = {"source": str(path), "seq_len": 8, "vocab_size": 300, "eval_fraction": 0.0}
     return build_data(
@@ -137,7 +137,7 @@ def test_whole_numbers_are_classes_in_every_file(suffix: str, tmp_path: Path) ->
     frame.loc[5, "label"] = None
     path = tmp_path / f"a.{suffix}"
     PANDAS[suffix](frame, path)
-    data = classified(path, tmp_path, on_bad_record="skip")
+    data = build_classifier_data(path, tmp_path, on_bad_record="skip")
     assert data.classes.problem == "single_label_classification" and data.label_names == ("0", "1", "2")
     assert data.tokens.documents == 11
 
@@ -167,7 +167,7 @@ def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> No
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "".join(f"text {i},{label}\n" for i, label in enumerate(labels)))
     if isinstance(wanted, tuple):
-        data = classified(path, tmp_path)
+        data = build_classifier_data(path, tmp_path)
         assert data.label_names == wanted
         names = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
         texts = [data.train.documents(i)[0] for i in range(len(labels))]
@@ -177,17 +177,17 @@ def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> No
         ]
         assert all(same)
     elif wanted == "regression":
-        assert classified(path, tmp_path).classes.problem == "regression"
+        assert build_classifier_data(path, tmp_path).classes.problem == "regression"
     else:
         with pytest.raises(UserError, match=wanted):
-            classified(path, tmp_path)
+            build_classifier_data(path, tmp_path)
 
 
 def test_cells_beyond_a_piece_of_a_file_have_the_same_kind(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     rows = [("a", "00A")] * 10_000 + [("008", "101")] * 100
     path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
-    data = classified(path, tmp_path)
+    data = build_classifier_data(path, tmp_path)
     assert data.label_names == ("00A", "101") and data.tokens.documents == 10_100
 
 

@@ -143,9 +143,9 @@ STARTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     ),
 }
 WITHOUT_WEIGHT = ("log.", "checkpoint.every_steps", "output_dir")
-"""Settings that do not change what is learned."""
+"""Settings that do not change the trained weights."""
 SAME_MEANING = {"dtype": "float32", "bf16": "auto"}
-"""Defaults that mean ``precision: auto``: weights in 32 bits, and bf16 where the device has it."""
+"""Defaults that mean ``precision: auto``: weights in 32 bits, and bf16 if the device supports it."""
 
 
 def defaults_of(*classes: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def defaults_of(*classes: Any) -> dict[str, Any]:
 
 
 def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return all settings of the run that a file means, and what is refused."""
+    """Return all settings of the run that a file describes, and the refused keys."""
     imported_run = read(Document(theirs, {}), "theirs.yaml")
     pairs = {"data.format": "preference"} if "train.loss" in imported_run.values else {}
     config = load_config(None, {**pairs, **imported_run.values})
@@ -171,7 +171,7 @@ def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize("name", STARTS)
 def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -> None:
-    """Every field of the program's own classes that has a row: so the table of defaults is complete."""
+    """The table of defaults is complete: every field with a row in the classes of the program is checked."""
     start, defaults = STARTS[name]
     expected, _ = effective(start)
     compared = 0
@@ -198,7 +198,7 @@ SILENT = {"preprocess_shards": "sizes of work, not of data"}
 
 @pytest.mark.parametrize("key", AXOLOTL_ENTRY_KEYS)
 def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
-    """Whatever the class of an entry has is read, or named: a value of no default changes the result."""
+    """Each field of an entry is read or named: a value other than the default changes the result."""
     values = {
         "path": "other",
         "type": "alpaca",
@@ -261,7 +261,7 @@ def test_scripts_and_launchers_are_answered(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last block of the file; what has no counterpart makes the exit code 2."""
+    """The last block lists the differences. The exit code is 2 if a key has no counterpart."""
     chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
     chats.write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
@@ -286,7 +286,7 @@ def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureF
     assert "entry 1: shards: 10 has no counterpart" in " ".join(done.out.replace("#", "").split())
     assert "1 key without a counterpart" in done.err
     (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
-    assert "start as many ranks" in imported(str(tmp_path / "accelerate.yaml"), capsys=capsys)[1]
+    assert "start the same number of ranks" in imported(str(tmp_path / "accelerate.yaml"), capsys=capsys)[1]
 
 
 @pytest.mark.parametrize("value", [True, 1, -1, 0, 0.5, "x", "", None, [], ["x"], {}, {"x": 1}], ids=repr)

@@ -190,7 +190,7 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
 def test_padding_is_not_among_the_tokens_of_a_router(
     model_type: str, packing: Any, seq_len: int, tmp_path: Path
 ) -> None:
-    """The router loss is that of transformers for the tokens of each conversation, the last one included."""
+    """The router loss equals the loss of transformers for all tokens of each conversation."""
     rows = [{"messages": row["prompt"] + row["chosen"]} for row in pairs(2)]
     config = configured(
         tmp_path / "run",

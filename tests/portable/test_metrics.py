@@ -130,7 +130,7 @@ def test_r2_of_degenerate_labels_matches_sklearn(labels: Any, predictions: Any, 
 
 
 def test_f1_of_absent_classes_matches_sklearn() -> None:
-    """The macro mean of several classes has all classes; that of one class has those that occur."""
+    """The macro mean includes all classes for multilabel data, and otherwise only classes that occur."""
     labels, logits = torch.tensor([[1.0, 0, 0], [0, 1, 0]]), torch.tensor([[1.0, -1, -1], [-1, -1, -1]])
     values = values_of(Setting(MULTI, NAMES[:3]), logits, labels, 2)
     assert values["f1_macro"] == pytest.approx(1 / 3) and values["f1_micro"] == pytest.approx(2 / 3)

@@ -133,7 +133,7 @@ class Imported:
         assumed: the settings that the files leave to their program; what another file says counts more.
         notes: keys that are ignored or have another meaning here, one line each.
         refused: keys without a counterpart, one line each, with what to do instead.
-        differences: What a run does otherwise than the program, although every key has a counterpart.
+        differences: Differences between a run and the program that remain if every key has a counterpart.
         processes: local ranks to start; None if a launcher or the backend decides.
         gpu_ids: the value for ``CUDA_VISIBLE_DEVICES``; None to keep it.
     """

@@ -116,7 +116,7 @@ def _train_on(value: Any, file: File) -> dict[str, Any]:
 
 
 def _plugins(value: Any, file: File) -> None:
-    """Read axolotl's list of plugins, of which two replace kernels and train the same."""
+    """Read axolotl's list of plugins. Two of them only replace kernels, so they have no effect here."""
     names = [str(name) for name in (value if isinstance(value, list) else [value]) if not nothing(name)]
     for name in names:
         if "CutCrossEntropy" in name or "Liger" in name:
@@ -133,7 +133,7 @@ def _read_entry(entry: Mapping[str, Any], rows: Rows, number: int, file: File) -
     Args:
         entry: Keys of the entry.
         rows: Rows of such an entry.
-        number: Number of the entry in its list, from 1, for messages.
+        number: Number of the entry in its list, from 1, used in error messages.
         file: File of the list.
 
     Returns:
@@ -213,7 +213,7 @@ def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
         if not isinstance(one, dict) or not one.get("path"):
             raise NoCounterpart(f"{shown(one)} has no counterpart: name a file or hub dataset in data.source")
         kind, columns = one.get("type"), {}
-        if isinstance(kind, dict):  # a prompter of the user's
+        if isinstance(kind, dict):  # a custom prompter
             one = {**kind, **{key: item for key, item in one.items() if key != "type"}}
             kind = "alpaca"
         settings = _read_entry(one, AXOLOTL_ENTRY, number, file)
@@ -225,7 +225,7 @@ def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
             columns = {ours: one[theirs] for theirs, ours in _OF_PAIRS.items() if one.get(theirs)}
         else:
             try:
-                form, columns = _axolotl_format(str(kind), one)
+                form, columns = _read_axolotl_format(str(kind), one)
             except NoCounterpart as reason:
                 file.refuse(file.path, f"entry {number}: {reason}")
                 form = None
@@ -243,7 +243,7 @@ def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
     return sources(found)
 
 
-def _axolotl_format(kind: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+def _read_axolotl_format(kind: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Return ``data.format`` and ``data.columns`` of an entry of axolotl's datasets.
 
     Raises:
@@ -284,7 +284,7 @@ def _axolotl_format(kind: str, entry: Mapping[str, Any]) -> tuple[str, dict[str,
 
 
 def _entry_roles(value: Any, _: File) -> list[str] | None:
-    """Read axolotl's ``roles_to_train``, whose names may be those of ShareGPT."""
+    """Read axolotl's ``roles_to_train``, whose names may be the names of ShareGPT."""
     if nothing(value):
         return None
     names = {"human": "user", "gpt": "assistant"}
@@ -294,7 +294,7 @@ def _entry_roles(value: Any, _: File) -> list[str] | None:
 
 
 def _entry_role_words(value: Any, file: File) -> None:
-    """Check axolotl's mapping from roles to their names in the records, of which usual ones are read."""
+    """Check axolotl's mapping from roles to their names in the records. Only the usual names are read."""
     usual = {
         "user": {"human", "user"},
         "assistant": {"gpt", "assistant"},

@@ -326,7 +326,7 @@ def count_text_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None:
         return (torch.ones_like(ids) if mask is None else mask).sum(dim=-1, keepdim=True)
-    documents = (positions == 0).long().cumsum(dim=-1)  # of booleans, XLA makes booleans
+    documents = (positions == 0).long().cumsum(dim=-1)  # on XLA, cumsum of booleans is boolean
     counts = torch.zeros_like(torch.nn.functional.pad(documents, (0, 1)))
     return counts.scatter_add(1, documents, torch.ones_like(documents)).gather(1, documents)
 

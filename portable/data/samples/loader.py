@@ -159,11 +159,11 @@ def fetch(dataset: Samples, places: Places, *, part: tuple[int, int] = (0, 1)) -
 
 
 def part_of(whole: Batch, part: tuple[int, int]) -> Batch:
-    """A part of the tokens of each sample of ``whole``: which, of how many of equal length.
+    """Return a part of the tokens of each sample of ``whole``: which, of how many of equal length.
 
-    ``input_ids``, ``labels`` and ``text_tokens`` are int64 ``[batch, seq_len / parts]``. Labels are already
-    those of the next token, so no part needs another one's. What tells documents apart, ``position_ids``,
-    stays whole.
+    ``input_ids``, ``labels`` and ``text_tokens`` are int64 ``[batch, seq_len / parts]``. Each label is
+    already the next token, so no part needs a label of another part. ``position_ids``, which separate the
+    documents, are not divided.
     """
     which, parts = part
     if parts == 1:
@@ -172,7 +172,9 @@ def part_of(whole: Batch, part: tuple[int, int]) -> Batch:
     positions = whole.get("position_ids", torch.arange(ids.shape[1]).expand(ids.shape))
     size = ids.shape[1] // parts
     cut = {"input_ids": ids, "labels": whole["labels"], PART_POSITIONS: positions}
-    cut[TEXT_TOKENS] = count_text_tokens(whole).expand(ids.shape)  # a part does not have all of its texts
+    cut[TEXT_TOKENS] = count_text_tokens(whole).expand(
+        ids.shape
+    )  # because a part does not have all tokens of its texts
     kept = {name: whole[name] for name in ("position_ids", "document_lengths") if name in whole}
     # Padding comes last, where causal attention does not see it: its mask is not needed.
     return kept | {name: values.narrow(1, which * size, size).contiguous() for name, values in cut.items()}

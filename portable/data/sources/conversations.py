@@ -45,9 +45,9 @@ _SHAREGPT_ROLES = {
 }
 _TOOLS = ("tool", *SELDOM)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the same under three names
-_WEIGHTS = ("weight", "train", "training", "loss")  # of OpenAI, axolotl and ms-swift; 0 or false: not trained
+_WEIGHTS = ("weight", "train", "training", "loss")  # OpenAI, axolotl, ms-swift; 0, false: not trained
 _CHANGES_TRAINING = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
-"""Names of message keys that select what is trained. Such a key is read, or its record is refused."""
+"""Names of message keys that select the trained tokens. Such a key is read, or its record is refused."""
 _OPTIONAL = {"tool_calls", "function_call", *_REASONING, "name", "tool_call_id"}
 """Keys that clients write into every message. Without a value they mean the same as a missing key."""
 _SYSTEM_FIELDS = ("system", "system_prompt")
@@ -55,7 +55,7 @@ _SYSTEM_FIELDS = ("system", "system_prompt")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "inputs", "user", "human")
 _ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "outputs", "assistant", "gpt")
-"""Names of fields that are recognized as a question or its answer, for messages."""
+"""Names of fields that are recognized as a question or its answer, used in error messages."""
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,14 @@ def _check_other_names(row: Mapping[str, Any], where: str) -> None:
 
     Reading one of these fields as a text would train on half of the record.
     """
-    turns = next((name for name, value in row.items() if _turns_in(value)), None)
+    turns = next((name for name, value in row.items() if _parse_turns(value)), None)
     names = {str(name).lower(): name for name in row}
     question = next(
         (names[name] for name in _QUESTIONS if isinstance(row.get(names.get(name, "")), str)), None
     )
     answer = next((names[name] for name in _ANSWERS if isinstance(row.get(names.get(name, "")), str)), None)
     if turns is not None:
-        form = "conversations" if _from_value(_turns_in(row[turns])) else "messages"
+        form = "conversations" if _from_value(_parse_turns(row[turns])) else "messages"
         what, remedy = f"{turns!r} has the turns of a conversation", f"{{{form}: {turns}}}"
     elif question is not None and answer is not None:
         what = f"{question!r} and {answer!r} look like a question and its answer"
@@ -175,8 +175,8 @@ def _check_other_names(row: Mapping[str, Any], where: str) -> None:
     )
 
 
-def _turns_in(value: Any) -> list[Any]:
-    """The turns in a value, which may be JSON; empty if it is not a list of turns."""
+def _parse_turns(value: Any) -> list[Any]:
+    """Return the turns in a value, which may be JSON. Empty if the value is not a list of turns."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -266,14 +266,14 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
 def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Completion:
     for key in ("prompt", "completion"):
         if key not in row:
-            raise _missing("prompt_completion", where, key, row)
+            raise _build_missing_field_error("prompt_completion", where, key, row)
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs"):
             if not is_empty(row.get(key)):
                 raise _refused(
                     where,
-                    f"{key} has no place beside a prompt of plain text; make prompt and completion lists of "
+                    f"{key} cannot be used with a prompt of plain text; make prompt and completion lists of "
                     f"messages, or write {key} into the prompt and remove the field",
                 )
         return Completion(valid(prompt), valid(completion))
@@ -299,7 +299,7 @@ def read_preference(row: Mapping[str, Any], where: str) -> tuple[Conversation | 
     prompt = row.get("prompt")
     for key, said in (("chosen", chosen), ("rejected", rejected)):
         if key not in row:
-            raise _missing("preference", where, key, row)
+            raise _build_missing_field_error("preference", where, key, row)
         if not isinstance(said, str | list | tuple):
             raise _unlike("preference", where, f"{key} is {kind_of(said)}")
     talks = isinstance(chosen, list | tuple) and isinstance(rejected, list | tuple)
@@ -323,7 +323,7 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
         value = row.get(key)
         if not isinstance(value, str) and not (value is None and key == "input"):
             if key not in row:
-                raise _missing("alpaca", where, key, row)
+                raise _build_missing_field_error("alpaca", where, key, row)
             raise _unlike("alpaca", where, f"{key} is {kind_of(value)}")
         texts[key] = value or ""
     asked = "\n".join(part for part in (texts["instruction"], texts["input"]) if part)
@@ -376,12 +376,12 @@ def _conversation(
 
 
 def _changes_training(key: Any) -> bool:
-    """Whether a key of a message selects what is trained in a way that is not read."""
+    """Return whether a key of a message selects trained tokens in a way that is not read."""
     return key not in _WEIGHTS and _CHANGES_TRAINING.search(str(key)) is not None
 
 
 def _system_prompt(row: Mapping[str, Any], messages: Sequence[Message], where: str) -> str | None:
-    """The system prompt in a field of its own; None if there is none, or the messages begin with it."""
+    """Return the system prompt in a separate field. None if there is none, or the messages begin with it."""
     read = {key: row[key] for key in _SYSTEM_FIELDS if not is_empty(row.get(key))}
     for key, value in read.items():
         if not isinstance(value, str):
@@ -398,7 +398,7 @@ def _system_prompt(row: Mapping[str, Any], messages: Sequence[Message], where: s
 
 
 def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
-    """The JSON schemas in ``tools``, or in ``functions``, their older name at OpenAI."""
+    """Return the JSON schemas in ``tools``, or in ``functions``, which is their older name at OpenAI."""
     read: dict[str, list[Any]] = {}
     for key in ("tools", "functions"):
         value = _json(row.get(key), key, where)
@@ -418,7 +418,7 @@ def _tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value has nothing in it, as the keys that clients write into every message."""
+    """Return whether a value is empty, like the values of keys that clients write into every message."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
     if isinstance(value, Mapping):
@@ -461,7 +461,7 @@ def _message(message: Any, where: str, at: int) -> Message:
             raise _refused(
                 where,
                 f"message {at + 1} has {key}, which is not read; use {_listed(_WEIGHTS)} with 0 or 1 for a "
-                "whole message, or remove the key",
+                "complete message, or remove the key",
             )
     for key in _WEIGHTS:
         if (weight := read.get(key, 0)) not in (0, 1):
@@ -529,7 +529,7 @@ def _list(row: Mapping[str, Any], key: str, kind: Format, where: str) -> Sequenc
     if _is_list(value):
         value = _json(value, key, where)
     if key not in row:
-        raise _missing(kind, where, key, row)
+        raise _build_missing_field_error(kind, where, key, row)
     if not isinstance(value, list | tuple):
         raise _unlike(kind, where, f"{key} is {kind_of(value)}")
     return value
@@ -547,7 +547,7 @@ def _unlike(kind: Format, where: str, what: str) -> UserError:
     return _refused(where, f"{what}; a record of data.format {kind} looks like {EXPECTED[kind]}")
 
 
-def _missing(kind: Format, where: str, key: str, row: Mapping[str, Any]) -> UserError:
+def _build_missing_field_error(kind: Format, where: str, key: str, row: Mapping[str, Any]) -> UserError:
     """Build the error for a record without the field ``key``."""
     near = get_close_matches(key, [str(name) for name in row], n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""

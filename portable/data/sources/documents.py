@@ -29,7 +29,7 @@ Label = int | float | str | tuple[int | float | str, ...]
 """A class, several classes, a number or several numbers."""
 _MOST_TOLD = 5
 _MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
-"""Bad records in an error message, kinds of them, and records after which a source is not read further."""
+"""Limits: bad records in an error message, kinds of bad records in it, and bad records read from a source."""
 _PLACE = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
 PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
 
@@ -174,7 +174,7 @@ class CollectedErrors(BadRecords):
         """Build the error that names the first records and counts all by kind.
 
         Args:
-            name: Source, for the message.
+            name: Source, used in the error message.
         """
         lines = list(map(str, self.errors))
         remedy = "or set data.on_bad_record to skip"
@@ -189,11 +189,11 @@ class CollectedErrors(BadRecords):
 
 
 class EnoughErrors(Exception):  # noqa: N818  (a signal)
-    """Enough bad records of a source are known."""
+    """Signal that enough bad records of a source are collected."""
 
 
 def _describe_kind(line: str) -> str:
-    """Describe what is wrong in an error line, without the record's place and the remedy."""
+    """Describe the mistake in an error line, without the record's place and the remedy."""
     kind = _PLACE.sub("", line).partition(";")[0]
     kind = re.sub(r"'[^']*'", "'...'", kind)
     return re.sub(r"\d[\d,]*", "N", re.sub(r" ?\([^()]*\)", "", kind)).strip()

@@ -62,7 +62,7 @@ class SourceSettings:
         task: one of ``TASKS``.
         key: the dotted key of the source, for messages.
         offline: write nothing, and download nothing.
-        bad: Receiver of bad records; None: what ``data.on_bad_record`` means.
+        bad: Receiver of bad records. By default, ``data.on_bad_record`` selects it.
     """
 
     data: DataConfig
@@ -134,7 +134,7 @@ class SourceSettings:
             raise kind(self._with_key(str(error))) from error
 
     def _with_key(self, message: str) -> str:
-        """Name the settings of this source in place of those of ``data``."""
+        """Name the settings of this source instead of the settings of ``data``."""
         settings = "|".join(SourceConfig.model_fields)
         message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.key}.", message)
         return message if self.key in message else f"{self.key}: {message}"
@@ -279,11 +279,11 @@ class Source(ABC):
                 collected.check()
         except EnoughErrors:
             pass
-        except (UserError, RunError) as error:  # of the source itself
+        except (UserError, RunError) as error:  # an error of the source itself
             return error if isinstance(error, UserError) else first
-        if not collected.errors:  # the source is not the same any more
+        if not collected.errors:  # the source has changed
             return first
-        if not read_one and len(collected.kinds) == 1:  # a setting is wrong, and not the records
+        if not read_one and len(collected.kinds) == 1:  # a setting is wrong, but not the records
             return first
         return collected.to_error(self.name)
 

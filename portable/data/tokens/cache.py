@@ -260,7 +260,7 @@ class _Labels:
         self._repeated = False
         self._widths: set[int] = set()
         self._count = 0
-        self._fractions, self._fraction = 0, 0.0  # how many labels have one, and the first of them
+        self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first
         streams[LABEL_ENDS].write([0])
 
     def add(self, label: Label) -> None:
@@ -292,7 +292,7 @@ class _Labels:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """How many labels have a fraction, and the first that has one."""
+        """Number of labels that have a fraction, and the first of these labels."""
         return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
 
     def _name_cells(self) -> None:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from portable.data.tokens.tokenize import Frame
 
 BUILT_IN = {"chatml": CHATML}
-VERSION = 4  # of how records become tokens and masks; a change makes caches anew
+VERSION = 4  # of the conversion of records to tokens and masks; a change rebuilds the caches
 _SPECIAL = re.compile(r"<\|[^\s<>|'\"]+\|>")
 
 
@@ -73,9 +73,9 @@ class Encoded:
     refused: list[RecordError] = field(default_factory=list)
     """Errors of the records that the template cannot write, which became no samples."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Of ``records``; of those ``apart``, for which the template shows earlier turns otherwise, and their
-    samples, ``turns``; of records that ``think``, their ``thoughts``, and those ``lost`` by the template; of
-    ``empty`` answers, which have no words, calls or reasoning."""
+    """Counts. ``records``: all records; ``apart``: records for which the template changes earlier turns, and
+    ``turns``: their samples; ``think``: records with reasoning, ``thoughts``: their parts of reasoning, and
+    ``lost``: parts that the template leaves out; ``empty``: answers without words, calls and reasoning."""
 
 
 def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
@@ -182,7 +182,7 @@ class ChatTemplate:
             collect: Whether records that the template cannot write are left out and collected as errors.
 
         Raises:
-            RecordError: naming the record, if its template fails or its mask cannot be told.
+            RecordError: naming the record, if its template fails or its mask cannot be determined.
         """
         drafts: list[list[Draft] | RecordError] = limited.call(
             partial(self._rendering.drafts, collect=collect), documents
@@ -202,7 +202,7 @@ class ChatTemplate:
                     continue
                 found = [next(encodings) for _ in several]
                 try:
-                    samples.append(self._masked(document, several, found, encoded))
+                    samples.append(self._compute_masks(document, several, found, encoded))
                 except RecordError as error:
                     if not collect:
                         raise
@@ -219,7 +219,7 @@ class ChatTemplate:
                 one[second:first] = other[first:second] = True
         return encoded
 
-    def _masked(
+    def _compute_masks(
         self, document: Document, several: list[Draft], found: Sequence[Any], encoded: Encoded
     ) -> tuple[list[Draft], Sequence[Any], list[npt.NDArray[np.bool_]]]:
         """Compute the masks of a document's drafts.

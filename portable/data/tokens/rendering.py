@@ -110,7 +110,7 @@ class Rendering:
 
         Args:
             documents: Conversations or completions.
-            collect: Whether the error of a record takes the place of its drafts.
+            collect: Whether to return the error of a record instead of its drafts.
 
         Returns:
             Drafts of each document, or its error.
@@ -427,7 +427,7 @@ def _check_shown(conversation: Conversation, text: str) -> None:
     """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
     for at, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        parts = [(f"the call of {name!r}; use one that writes calls", name) for name in names]
+        parts = [(f"the call of {name!r}; use a template that writes calls", name) for name in names]
         if message["role"] in SELDOM or (message["role"] in FIRST and at):
             what = f"message {at + 1}, from {message['role']}; use one that writes it, or move it"
             parts.append((what, str(message.get("content", "")).strip()))
@@ -487,7 +487,7 @@ def _thought(message: Message) -> str:
 
 
 def own_words(message: Message) -> str:
-    """Return what a message says, without the reasoning in its text and without blanks around it."""
+    """Return the text of a message, without the reasoning in its text and without blanks around it."""
     content = str(message.get("content", ""))
     return valid(content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip())
 
@@ -498,7 +498,7 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
     Blanks and letter case may differ, because templates trim lines and may change case.
 
     Args:
-        conversation: Record, for the message.
+        conversation: Record, used in the error message.
         words: Message number and own words of each answer, in the order of the text.
         said: Trained text.
 
@@ -514,7 +514,8 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
         spoken = sum(own.count(valid(name)) for _, own in words if own in said)
         if said.count(valid(name)) < calls + spoken:
             raise failure(
-                conversation, f"the template leaves out the call of {name!r}; use one that writes calls"
+                conversation,
+                f"the template leaves out the call of {name!r}; use a template that writes calls",
             )
     place = 0
     for _, own in words:
@@ -524,21 +525,21 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
         place += len(own)
     else:
         return
-    said, place = _squeezed(said), 0
+    said, place = _normalize_text(said), 0
     for number, own in words:
-        forms = [_squeezed(own), _squeezed(json.dumps(own, ensure_ascii=False)[1:-1])]
+        forms = [_normalize_text(own), _normalize_text(json.dumps(own, ensure_ascii=False)[1:-1])]
         places = [(said.find(form, place), len(form)) for form in forms if said.find(form, place) >= 0]
         if not places:
             keys = ", ".join(conversation.messages[number])
             raise failure(
                 conversation,
                 f"the template leaves out the words of message {number + 1}, an answer, whose keys are "
-                f"{keys}; use one that writes them, or remove the key that the template takes in their place",
+                f"{keys}; use a template that writes them, or remove the key that is written instead",
             )
         place = sum(min(places))
 
 
-def _squeezed(text: str) -> str:
+def _normalize_text(text: str) -> str:
     return "".join(text.split()).casefold()
 
 
