@@ -422,7 +422,6 @@ def small_files(
         The content of the files to write, and the paths of the files to copy, keyed by file name.
     """
     changed, copied = _update_config(checkpoint, entries)
-    changed |= _update_generation_config(copied)
     return {**changed, **checkpoint.documents}, copied
 
 
@@ -481,26 +480,6 @@ def _find_corrections(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict
     if find_stale_quantization(checkpoint.tensors, {**config, **checkpoint.config}):
         corrections["quantization_config"] = None
     return corrections
-
-
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
-
-
-def _update_generation_config(copied: dict[str, Place]) -> dict[str, bytes]:
-    """Remove sampling parameters from a generation config that does not sample.
-
-    They have no effect, but transformers refuses to save such a generation config after a change.
-    """
-    settings = read_small_table(copied.get(GENERATION))
-    if not settings or settings.get("do_sample") is True:
-        return {}
-    unused = [key for key in settings if key in _SAMPLING and settings[key] is not None]
-    if not unused:
-        return {}
-    for key in unused:
-        del settings[key]
-    del copied[GENERATION]
-    return {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:

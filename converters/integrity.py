@@ -32,7 +32,7 @@ from converters.storage.safe_open import read_small_table
 from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from converters.checkpoint import Checkpoint
     from converters.names.expected import ExpectedTensors, LayerStack
@@ -51,6 +51,7 @@ _EXPERT_COUNT = re.compile(
 _MTP_COUNT = re.compile(r".*(nextn|mtp).*")
 # Tensors of quantized weights that may be equal for several experts, or zero.
 _METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
+_ATTENTION = re.compile(r"attn|attention")
 _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
 _TIE = "tie_word_embeddings"
 
@@ -229,7 +230,8 @@ def _compare_with_class(
     matcher = _Matcher(live, is_quantized=_is_quantized(checkpoint.tensors, config))
     default = expected.tied
     wanted = expected.required if is_tied(config, default=default) else expected.required | expected.untied
-    missing = [mask for mask in sorted(wanted) if not matcher.contains(mask)]
+    # The tensors of layers are compared by layer, since a model may have none of a kind.
+    missing = [mask for mask in sorted(wanted) if ".*." not in mask and not matcher.contains(mask)]
     problems = []
     numbers = list_numbers(config)
     by_stack = split_layers(live)
@@ -345,6 +347,7 @@ def _find_incomplete_layers(
     """Return the missing tensors of layers that are not missing completely."""
     depth = numbers.get(layers.depth or "", 1 << 60)
     missing = []
+    lacking: dict[int, frozenset[str]] = {}
     for number, rests in present.items():
         if number >= depth:
             continue  # a layer for multi-token prediction, which transformers does not load
@@ -352,11 +355,31 @@ def _find_incomplete_layers(
         def contains(rest: str, prefix: str = f"{stack}.{number}.") -> bool:
             return matcher.contains(prefix + rest)
 
-        missing += [f"{stack}.{number}.{rest}" for rest in sorted(layers.always) if not contains(rest)]
+        lacking[number] = frozenset(
+            rest
+            for rest in layers.always
+            if not contains(rest) and not _is_replaced(rest, layers.always, rests, contains)
+        )
         for group in layers.groups:
             if any(rest in rests for rest in group):
                 missing += [f"{stack}.{number}.{rest}" for rest in sorted(group) if not contains(rest)]
-    return missing
+    # Several layers that lack the same tensors may be layers of another kind, such as layers that share keys
+    # and values with an earlier layer. The table was made from models with few layers and lacks some kinds.
+    kinds = Counter(lacking.values())
+    for number, names in lacking.items():
+        if kinds[names] in (1, len(lacking)):
+            missing += [f"{stack}.{number}.{rest}" for rest in sorted(names)]
+    return list(dict.fromkeys(missing))
+
+
+def _is_replaced(
+    rest: str, always: Iterable[str], rests: Iterable[str], contains: Callable[[str], bool]
+) -> bool:
+    """Return whether a layer has other tensors in place of a module, such as experts in place of an MLP."""
+    parent = rest.rpartition(".")[0].rpartition(".")[0]
+    if not parent or any(contains(other) for other in always if other.startswith(f"{parent}.")):
+        return False
+    return any(other.startswith(f"{parent.partition('.')[0]}.") for other in rests)
 
 
 def _find_wrong_shapes(
@@ -378,10 +401,15 @@ def _find_wrong_shapes(
         if number >= depths.get(stack, 1 << 60)
         for name in rests.values()
     }
+    # Some classes read head_dim if a config has it, although their own configs have no such key. The table
+    # then contains the hidden size in its place.
+    separate_heads = sizes.get("HD") != sizes.get("E")
     wrong = []
     for name, shape in live.items():
         formulas = expected.shapes.get(mask_number(name))
         if formulas is None or name in behind or (shape == () and formulas):
+            continue
+        if separate_heads and _ATTENTION.search(name) and not any("D" in formula for formula in formulas):
             continue
         wanted = [sizes.get(formula) for formula in formulas]
         fits = len(shape) == len(wanted) and all(

@@ -76,7 +76,7 @@ def compute_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     values = {**config, **(text if isinstance(text, dict) else {})}
     sizes: dict[str, int] = {}
     for letter, keys in _KEYS.items():
-        numbers = [values[key] for key in keys if type(values.get(key)) is int]
+        numbers = [values[key] for key in keys if type(values.get(key)) is int and values[key] > 0]
         if len(set(numbers)) == 1:
             sizes[letter] = numbers[0]
     heads, width = sizes.get("H"), sizes.get("E")

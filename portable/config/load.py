@@ -114,8 +114,17 @@ def _merge(draft: _Draft, later: _Draft) -> None:
                 draft.cover(inner, later.origins.get(inner))
             there[name] = value
 
+    _drop_replaced_source(draft.values.get("data"), later.values.get("data"))
     merge(draft.values, later.values, ())
     draft.origins = later.origins | draft.origins
+
+
+def _drop_replaced_source(earlier: Any, later: Any) -> None:
+    """Drop the earlier `data.source` if the later file has `data.sources`, and the other way round."""
+    if isinstance(earlier, dict) and isinstance(later, dict):
+        for key, other in (("source", "sources"), ("sources", "source")):
+            if later.get(key) and not later.get(other):
+                earlier.pop(other, None)
 
 
 def _another(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -152,23 +152,6 @@ def test_conversion_removes_a_stale_quantization_config(
     assert config["dtype"] == "float32"
 
 
-def test_conversion_writes_a_generation_config_that_transformers_saves(tmp_path: Path) -> None:
-    from transformers import GenerationConfig
-
-    source = write_folder(tmp_path / "source")
-    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 0}
-    (source / "generation_config.json").write_text(json.dumps(settings))
-    original = GenerationConfig.from_pretrained(source)
-    original.max_new_tokens = 5
-    with pytest.raises(ValueError, match="temperature"):
-        original.save_pretrained(tmp_path / "again")
-    assert cli([str(source), str(tmp_path / "out")]) == 0
-    loaded = GenerationConfig.from_pretrained(tmp_path / "out")
-    loaded.max_new_tokens = 5
-    loaded.save_pretrained(tmp_path / "saved")
-    assert loaded.eos_token_id == 0
-
-
 @pytest.mark.parametrize("name", parameters(sample.name for sample in all_samples()))
 def test_samples_have_no_problems(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     assert not list(map(str, find_problems(open_checkpoint(folder_of(name, request, tmp_path / "made")))))

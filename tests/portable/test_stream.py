@@ -444,7 +444,8 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
         *(("text_pair_field", "a"), ("source_prefix", "a"), ("on_bad_record", "skip"), ("columns", ("a",))),
         *(("format", "messages"), ("roles_to_train", ("user",)), ("columns", {"text": "a"})),
     ]
-    assert len(changes) == len(dataclasses.fields(Fields))
+    # The counter of blank records does not change documents.
+    assert len(changes) == len(dataclasses.fields(Fields)) - 1
     for parts in (None, False, True):
 
         def key(task: str = "causal-lm", parts: bool | None = parts, **data: Any) -> str:
