@@ -51,6 +51,7 @@ _EXPERT_COUNT = re.compile(
 _MTP_COUNT = re.compile(r".*(nextn|mtp).*")
 # Tensors of quantized weights that may be equal for several experts, or zero.
 _METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ATTENTION = re.compile(r"attn|attention")
 _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
 _TIE = "tie_word_embeddings"
@@ -470,11 +471,16 @@ def _mask_experts(rests: Iterable[str]) -> set[str]:
 
 def _find_expert_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[Problem]:
     """Compare the number of experts with the config, and the experts of a layer with each other."""
+    if any("zero_expert" in key for key in config):
+        return []  # Some of the experts have no tensors.
     counts = _list_expert_counts(config)
     modules: dict[str, dict[int, set[str]]] = {}
+    depth = list_numbers(config).get("num_hidden_layers", 1 << 60)
     wrong: list[str] = []
     holes: list[str] = []
     for name, shape in shapes.items():
+        if (layer := _LAYER_NUMBER.search(name)) and int(layer[1]) >= depth:
+            continue  # a layer for multi-token prediction, which transformers does not load
         if match := _EXPERT.fullmatch(name):
             experts = modules.setdefault(match["module"], {})
             experts.setdefault(int(match["number"]), set()).add(match["rest"])

@@ -137,8 +137,10 @@ def _of_all_tokens(inner: Callable[..., Any]) -> Callable[..., Any]:
             return inner(gate_logits, num_experts, top_k, attention_mask)
         parts = dist.get_world_size(group)
         whole = [_Exchange.apply(one.expand(parts, *one.shape), group, 0, 1)[0] for one in gate_logits]
-        return (
-            inner(tuple(whole), num_experts, top_k, attention_mask) / parts
-        )  # a mask is for complete sequences
+        if attention_mask is not None:
+            # The mask is for complete sequences, and the logits are ordered by part, then by sequence.
+            by_part = attention_mask.unflatten(1, (parts, -1)).transpose(0, 1)
+            attention_mask = by_part.flatten(0, 1)
+        return inner(tuple(whole), num_experts, top_k, attention_mask) / parts
 
     return loss
