@@ -101,8 +101,12 @@ def mask_functions() -> Any:
 
 
 def module_of(model: Any) -> dict[str, Any]:
-    """The functions and classes of the module that ``model`` is written in, by name."""
-    return vars(sys.modules[type(model).__module__])
+    """Return the functions and classes of the module that defines the class of ``model``, by name.
+
+    FSDP2 replaces the class of a model by a subclass that torch defines.
+    """
+    module_names = (each.__module__ for each in type(model).__mro__)
+    return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
 
 
 def share_heads_of_keys() -> None:
