@@ -376,7 +376,7 @@ def _find_incomplete_layers(
 def _is_replaced(
     rest: str, always: Iterable[str], rests: Iterable[str], contains: Callable[[str], bool]
 ) -> bool:
-    """Return whether a layer has other tensors in place of a module, such as experts in place of an MLP."""
+    """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP."""
     parent = rest.rpartition(".")[0].rpartition(".")[0]
     if not parent or any(contains(other) for other in always if other.startswith(f"{parent}.")):
         return False
@@ -403,7 +403,7 @@ def _find_wrong_shapes(
         for name in rests.values()
     }
     # Some classes read head_dim if a config has it, although their own configs have no such key. The table
-    # then contains the hidden size in its place.
+    # then contains the hidden size instead of the product of the heads and their size.
     separate_heads = sizes.get("HD") != sizes.get("E")
     wrong = []
     for name, shape in live.items():
