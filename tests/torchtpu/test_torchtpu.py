@@ -152,12 +152,12 @@ EXPERTS = {
 }
 HYBRID = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
 DRY: dict[str, tuple[dict[str, Any], float, set[str]]] = {
-    "offload_optimizer": ({"memory__offload_optimizer": "cpu"}, 1, {"all-gather"}),
     "hybrid_shard, experts": ({**HYBRID, "model__config": EXPERTS}, 1, {"all-gather", "all-reduce"}),
     # Parts of no round size are gathered by a sum.
     "full_shard, experts": ({"model__config": EXPERTS}, 1, {"all-reduce"}),
     "hybrid_shard, offloaded": ({**HYBRID, "memory__offload_params": "cpu"}, 0, {"all-gather", "all-reduce"}),
     "no_shard": ({"strategy": "no_shard"}, 4 / 3, {"all-reduce"}),
+    "offload_optimizer": ({"memory__offload_optimizer": "cpu"}, 1, {"all-gather"}),
     "shared sequences": (
         {"context_parallel_size": 2, "model__attention": "sdpa"},
         1,
