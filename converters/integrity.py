@@ -231,8 +231,7 @@ def _compare_with_class(
     matcher = _Matcher(live, is_quantized=_is_quantized(checkpoint.tensors, config))
     default = expected.tied
     wanted = expected.required if is_tied(config, default=default) else expected.required | expected.untied
-    # The tensors of layers are compared by layer, since a model may have none of a kind.
-    missing = [mask for mask in sorted(wanted) if ".*." not in mask and not matcher.contains(mask)]
+    missing = [mask for mask in sorted(wanted) if not matcher.contains(mask) and matcher.has_sibling(mask)]
     problems = []
     numbers = list_numbers(config)
     by_stack = split_layers(live)
@@ -315,6 +314,15 @@ class _Matcher:
         if name in self.names or name in self.masks:
             return True
         return name.rpartition(".")[0] in self.modules
+
+    def has_sibling(self, mask: str) -> bool:
+        """Return whether the parent module of a tensor of layers has other tensors.
+
+        A model may have no layer of a kind, such as layers with an MLP in a mixture of experts.
+        """
+        parent = mask.rpartition(".")[0].rpartition(".")[0]
+        siblings = {name for name in self.masks if name.startswith(f"{parent}.")}
+        return ".*." not in mask or any(".experts." not in name for name in siblings)
 
 
 def _find_missing_layers(
