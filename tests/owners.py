@@ -61,7 +61,12 @@ def run_judge(program: str, folders: Mapping[str, Path], timeout: float = 300) -
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        },
     )
     verdicts = [line for line in process.stdout.splitlines() if line.startswith("VERDICTS ")]
     if process.returncode or not verdicts:

@@ -56,6 +56,7 @@ def load_with_mlx(folder: Path) -> dict[str, Any]:
 def convert_for_llama_cpp(folder: Path) -> dict[str, Any]:
     """Convert a folder with llama.cpp's own converter, which raises ValueError for unknown tensors."""
     import gguf
+    import torch
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
     file = folder / "model.gguf"
@@ -64,7 +65,8 @@ def convert_for_llama_cpp(folder: Path) -> dict[str, Any]:
     # The tokenizer of the samples is not one of those that the converter recognizes by their hashes.
     model_class.get_vocab_base_pre = lambda *_: "gpt-2"
     model_class.set_vocab = lambda self: self._set_vocab_gpt2()
-    model_class(folder, gguf.LlamaFileType.ALL_F32, file).write()
+    with torch.inference_mode():
+        model_class(folder, gguf.LlamaFileType.ALL_F32, file).write()
     return {"missing": [], "unexpected": [], "gguf": str(file)}
 
 

@@ -15,19 +15,38 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from transformers import AutoModelForCausalLM
 
 from converters.cli import main
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
 from tests.owners import NEEDS_OWNERS, VARIABLE, run_judge
 from tests.owners_judge import TOKENS
-from tests.tiny_models import tiny_model
+from tests.runs import leg, write_corpus
+from tests.tiny_models import tiny_config, tiny_model
 
 pytestmark = [
     pytest.mark.owners,
     pytest.mark.skipif(VARIABLE not in os.environ, reason=NEEDS_OWNERS),
 ]
 TYPES: dict[str, list[str]] = {
-    "transformers4": ["llama", "mixtral", "gpt_neox"],
+    "transformers4": [
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_neox",
+        "gpt_oss",
+        "hunyuan_v1_dense",
+        "lfm2",
+        "llama",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen3",
+        "qwen3_next",
+    ],
     "mlx": ["llama", "mixtral", "gpt_neox"],
     "llama_cpp": ["llama", "mixtral", "gpt_neox"],
 }
@@ -36,6 +55,8 @@ TOLERANCES = {"transformers4": 1e-5, "mlx": 1e-4, "llama_cpp": 2e-3}
 """Largest difference from transformers 5. The GELU of llama.cpp is a table of float16."""
 LIVE = ("mixtral", "gpt_neox")
 """Types that are also written with the names in memory, which every program has to reject."""
+TRAINED = "mixtral-trained"
+"""Case of a model that a run has trained."""
 
 
 class Sample(NamedTuple):
@@ -62,13 +83,23 @@ def write_sample(folder: Path, model_type: str, names: str = "published") -> Sam
     return Sample(out, model)
 
 
+def train_sample(folder: Path, model_type: str) -> Sample:
+    """Train a model for one step, and return the folder that the run ends with."""
+    folder.mkdir()
+    settings = {"model__config": tiny_config(model_type), "train__steps": 1, "data__eval_fraction": 0}
+    assert leg(folder / "run", write_corpus(folder), settings) == 0
+    out = folder / "run" / "final"
+    return Sample(out, AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval())
+
+
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
-    """Samples of all types, under published names and, with the suffix ``-live``, under names in memory."""
+    """Samples of all types with published names, the ones with names in memory, and a trained one."""
     folder = tmp_path_factory.mktemp("owners")
     types = sorted({model_type for names in TYPES.values() for model_type in names})
     published = {name: write_sample(folder / name, name) for name in types}
-    return published | {f"{name}-live": write_sample(folder / f"{name}-live", name, "live") for name in LIVE}
+    live = {f"{name}-live": write_sample(folder / f"{name}-live", name, "live") for name in LIVE}
+    return {**published, **live, TRAINED: train_sample(folder / TRAINED, TRAINED.removesuffix("-trained"))}
 
 
 @pytest.fixture(scope="module", params=TYPES)
