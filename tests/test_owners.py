@@ -47,14 +47,14 @@ TYPES: dict[str, list[str]] = {
         "qwen3",
         "qwen3_next",
     ],
-    "mlx": ["llama", "mixtral", "gpt_neox"],
-    "llama_cpp": ["llama", "mixtral", "gpt_neox"],
+    "mlx": ["deepseek_v3", "hunyuan_v1_dense", "llama", "mixtral", "olmoe", "qwen3"],
+    "llama_cpp": ["ernie4_5", "gpt_oss", "llama", "mixtral"],
 }
 """Model types that each program has, and whose folder from `save_pretrained` it accepts."""
 TOLERANCES = {"transformers4": 1e-5, "mlx": 1e-4, "llama_cpp": 2e-3}
 """Largest difference from transformers 5. The GELU of llama.cpp is a table of float16."""
 LIVE = ("mixtral", "gpt_neox")
-"""Types that are also written with the names in memory, which every program has to reject."""
+"""Types that are also written with the names in memory, which a program that has the type rejects."""
 TRAINED = "mixtral-trained"
 """Case of a model that a run has trained."""
 
@@ -137,6 +137,8 @@ def test_converted_folders_load_completely_and_compute_the_same(
 
 @pytest.mark.parametrize("model_type", LIVE)
 def test_names_in_memory_are_rejected(verdicts: tuple[str, dict[str, Any]], model_type: str) -> None:
-    _, of_case = verdicts
+    program, of_case = verdicts
+    if model_type not in TYPES[program]:
+        pytest.skip(f"{program} does not load {model_type}")
     verdict = of_case[f"{model_type}-live"]
     assert verdict["error"] or verdict["missing"]
