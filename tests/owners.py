@@ -2,6 +2,7 @@
 
 Each program needs versions that the main environment cannot have. Its packages are installed without their
 dependencies into a subfolder of FOLDER, which precedes the main environment in the search path of a process.
+The sources of vLLM and SGLang are only read: see `tests/server_names.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests import server_names
+
 ROOT = Path(__file__).resolve().parents[1]
-VARIABLE = "PORTABLE_OWNERS"
+VARIABLE = server_names.VARIABLE
 """Environment variable that names the folder."""
 NEEDS_OWNERS = f"needs {VARIABLE}=FOLDER after python -m tests.owners build FOLDER"
 """Reason why a test marked ``owners`` is skipped."""
@@ -38,6 +41,7 @@ def build_environments(folder: Path) -> None:
         target = ["--python", sys.executable, "--target", str(folder / program)]
         command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", *target]
         subprocess.run([*command, "-c", str(ROOT / "constraints-owners.txt"), *packages], check=True)
+    server_names.build(folder / "servers")
 
 
 def run_judge(program: str, folders: Mapping[str, Path], timeout: float = 300) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Tensor names that vLLM and SGLang can load, read from their sources.
 
-``python -m tests.server_names build FOLDER`` downloads the sources.
-
 The servers cannot be imported without a GPU and hundreds of megabytes of dependencies. `Server` parses the
 model files of their wheels instead. It follows a tensor name through the mappings of the model class and
 through the attributes of the classes that the model consists of. The branches of a constructor are not
@@ -10,7 +8,6 @@ evaluated, so `Server` accepts the names of every branch.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import itertools
@@ -25,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 VARIABLE = "PORTABLE_OWNERS"
-"""Environment variable that names a folder whose subfolder ``servers`` `build` wrote."""
-NEEDS_SERVERS = f"needs {VARIABLE}=FOLDER after python -m tests.server_names build FOLDER/servers"
+"""Environment variable that names the folder of `tests.owners`. The subfolder ``servers`` has the sources."""
+NEEDS_SERVERS = f"needs {VARIABLE}=FOLDER after python -m tests.owners build FOLDER"
 PACKAGES = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
 MODELS = {"vllm": "vllm.model_executor.models", "sglang": "sglang.srt.models"}
 SUFFIXES = frozenset({"weight", "bias"})
@@ -618,16 +615,3 @@ def read_string_items(node: ast.Dict) -> list[tuple[str, str]]:
         (get_string(key), get_string(value)) for key, value in zip(node.keys, node.values, strict=True) if key
     ]
     return [(key, value) for key, value in items if key and value is not None]
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.server_names", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("build", help="download the sources of the servers")
-    command.add_argument("folder", type=Path)
-    build(parser.parse_args().folder)
-
-
-if __name__ == "__main__":
-    main()

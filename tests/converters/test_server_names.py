@@ -23,7 +23,10 @@ from tests.tiny_models import tiny_config
 
 transformers: Any = pytest.importorskip("transformers")
 FOLDER = Path(os.environ.get(VARIABLE, ""), "servers")
-pytestmark = pytest.mark.skipif(VARIABLE not in os.environ or not FOLDER.is_dir(), reason=NEEDS_SERVERS)
+pytestmark = [
+    pytest.mark.owners,
+    pytest.mark.skipif(VARIABLE not in os.environ or not FOLDER.is_dir(), reason=NEEDS_SERVERS),
+]
 
 BOTH = [
     "apertus",
