@@ -1,0 +1,144 @@
+"""Load converted folders with programs of other owners, which tests/owners.py installs.
+
+`portable-convert` writes each folder from a checkpoint with the names that transformers 5 has in memory. Each
+program has to find every tensor, and to compute what transformers 5 computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from transformers import AutoModelForCausalLM
+
+from converters.cli import main
+from tests.converters.test_gguf import VOCAB, distance, tokenizer
+from tests.owners import NEEDS_OWNERS, VARIABLE, run_judge
+from tests.owners_judge import TOKENS
+from tests.runs import leg, write_corpus
+from tests.tiny_models import tiny_config, tiny_model
+
+pytestmark = [
+    pytest.mark.owners,
+    pytest.mark.skipif(VARIABLE not in os.environ, reason=NEEDS_OWNERS),
+]
+TYPES: dict[str, list[str]] = {
+    "transformers4": [
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_neox",
+        "gpt_oss",
+        "hunyuan_v1_dense",
+        "lfm2",
+        "llama",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen3",
+        "qwen3_next",
+    ],
+    "mlx": ["deepseek_v3", "hunyuan_v1_dense", "llama", "mixtral", "olmoe", "qwen3"],
+    "llama_cpp": ["ernie4_5", "gpt_oss", "llama", "mixtral"],
+}
+"""Model types that each program has, and whose folder from `save_pretrained` it accepts."""
+TOLERANCES = {"transformers4": 1e-5, "mlx": 1e-4, "llama_cpp": 2e-3}
+"""Largest difference from transformers 5. The GELU of llama.cpp is a table of float16."""
+LIVE = ("mixtral", "gpt_neox")
+"""Types that are also written with the names in memory, which a program that has the type rejects."""
+TRAINED = "mixtral-trained"
+"""Case of a model that a run has trained."""
+
+
+class Sample(NamedTuple):
+    """A tiny model and the folder that `portable-convert` wrote from it."""
+
+    folder: Path
+    model: Any
+
+
+def write_sample(folder: Path, model_type: str, names: str = "published") -> Sample:
+    """Write a checkpoint as `torch.distributed.checkpoint` saves it during training, and convert it."""
+    model = tiny_model(model_type, vocab_size=VOCAB)
+    with torch.no_grad():  # Otherwise norms are ones, and biases are zeros.
+        for value in model.parameters():
+            value.add_(torch.randn_like(value) * 0.03)
+    source, out = folder / "checkpoint", folder / "converted"
+    dcp_save({"model": model.state_dict()}, checkpoint_id=source, no_dist=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(source)
+    assert main([str(source), str(out), "--names", names, "--quiet"]) == 0
+    tokenizer("llama").save(str(out / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Sample(out, model)
+
+
+def train_sample(folder: Path, model_type: str) -> Sample:
+    """Train a model for one step, and return the folder that the run ends with."""
+    folder.mkdir()
+    settings = {"model__config": tiny_config(model_type), "train__steps": 1, "data__eval_fraction": 0}
+    assert leg(folder / "run", write_corpus(folder), settings) == 0
+    out = folder / "run" / "final"
+    return Sample(out, AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval())
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
+    """Samples of all types with published names, the ones with names in memory, and a trained one."""
+    folder = tmp_path_factory.mktemp("owners")
+    types = sorted({model_type for names in TYPES.values() for model_type in names})
+    published = {name: write_sample(folder / name, name) for name in types}
+    live = {f"{name}-live": write_sample(folder / f"{name}-live", name, "live") for name in LIVE}
+    return {**published, **live, TRAINED: train_sample(folder / TRAINED, TRAINED.removesuffix("-trained"))}
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def verdicts(request: pytest.FixtureRequest, samples: dict[str, Sample]) -> tuple[str, dict[str, Any]]:
+    """A program and its verdict on each sample."""
+    program: str = request.param
+    cases = [*TYPES[program], *(f"{name}-live" for name in LIVE)]
+    return program, run_judge(program, {case: samples[case].folder for case in cases})
+
+
+def compare_with_transformers(verdict: dict[str, Any], model: Any) -> float:
+    """Return the largest difference of a logit, or of a log probability in llama.cpp."""
+    if "gguf" in verdict:
+        return distance(Path(verdict["gguf"]), model, tokenizer("llama"))
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS])).logits[0].float().numpy()
+    return float(np.abs(np.load(verdict["logits"]) - logits).max())
+
+
+def test_converted_folders_load_completely_and_compute_the_same(
+    verdicts: tuple[str, dict[str, Any]], samples: dict[str, Sample]
+) -> None:
+    program, of_case = verdicts
+    problems = {}
+    for model_type in TYPES[program]:
+        verdict = of_case[model_type]
+        if verdict["error"] or verdict["missing"] or verdict["unexpected"]:
+            problems[model_type] = verdict
+            continue
+        difference = compare_with_transformers(verdict, samples[model_type].model)
+        if not difference < TOLERANCES[program]:
+            problems[model_type] = {"difference": difference}
+    assert not problems
+
+
+@pytest.mark.parametrize("model_type", LIVE)
+def test_names_in_memory_are_rejected(verdicts: tuple[str, dict[str, Any]], model_type: str) -> None:
+    program, of_case = verdicts
+    if model_type not in TYPES[program]:
+        pytest.skip(f"{program} does not load {model_type}")
+    verdict = of_case[f"{model_type}-live"]
+    assert verdict["error"] or verdict["missing"]
