@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, blame
+from converters.names.model_config import override_settings
 from converters.names.tied_weights import resolve_ties
 from converters.storage.safe_open import read_small_table
 from converters.tensors.tensor import Tensor
@@ -203,12 +204,7 @@ class Checkpoint:
             checkpoint does not have a `config.json`.
         """
         settings = read_small_table(self.companions.get("config.json"))
-        for key, value in self.config.items():
-            parts = [part for part in settings.values() if isinstance(part, dict) and key in part]
-            for part in [part for part in (settings, *parts) if key in part] or [settings]:
-                part[key] = value
-                if value is None:
-                    del part[key]
+        override_settings(settings, self.config)
         return settings
 
     def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError, printable
 from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
+from converters.names.model_config import override_settings
 from converters.storage.path_or_url import place
 from converters.storage.places import inside
 from converters.storage.safe_open import LinkError, read_small, read_small_table
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
@@ -436,7 +437,7 @@ def _update_config(
     config = read_small_table(copied.get("config.json"))
     if not config:
         return {}, copied
-    settings = {**_find_corrections(checkpoint, config), **checkpoint.config}
+    settings = {**_find_corrections(checkpoint), **checkpoint.config}
     entries = list(entries)
     casts = {TO_TORCH[entry.dtype] for entry in entries if entry.dtype != entry.tensor.dtype}
     sizes: dict[str, int] = {}
@@ -456,12 +457,7 @@ def _update_config(
         return {}, copied
     if not keeps_dtype:
         _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
-    for key, value in settings.items():
-        parts = [part for part in config.values() if isinstance(part, dict) and key in part]
-        for part in [part for part in (config, *parts) if key in part] or [config]:
-            part[key] = value
-            if value is None:
-                del part[key]
+    override_settings(config, settings)
     del copied["config.json"]
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     try:
@@ -470,14 +466,15 @@ def _update_config(
         return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}, copied
 
 
-def _find_corrections(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _find_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
     """Find the settings of a config that contradict the tensors, see `converters.integrity`."""
     from converters.names.contradictions import find_split_tie, find_stale_quantization
 
     corrections: dict[str, Any] = {}
-    if find_split_tie(checkpoint.tensors, {**config, **checkpoint.config}) is not None:
+    config = checkpoint.read_config()
+    if find_split_tie(checkpoint.tensors, config) is not None:
         corrections["tie_word_embeddings"] = False
-    if find_stale_quantization(checkpoint.tensors, {**config, **checkpoint.config}):
+    if find_stale_quantization(checkpoint.tensors, config):
         corrections["quantization_config"] = None
     return corrections
 

@@ -28,7 +28,6 @@ from converters.names.model_config import check_fits
 from converters.names.published import are_live, arrange_for_memory
 from converters.naming import find_name_rules
 from converters.storage.path_or_url import in_store
-from converters.storage.safe_open import read_small_table
 from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[P
             return find_adapter_problems(checkpoint.tensors)
     except CheckpointError as error:
         return find_adapter_problems(checkpoint.tensors) or [Problem("adapter", str(error))]
-    config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+    config = checkpoint.read_config()
     tensors = checkpoint.tensors
     problems = [*_find_empty(tensors)]
     if problems:

@@ -19,6 +19,21 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
+def override_settings(settings: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Override settings of a model in place, also in the nested configs that contain them.
+
+    Args:
+        settings: Content of a `config.json`.
+        overrides: New values. None removes a setting.
+    """
+    for key, value in overrides.items():
+        parts = [part for part in settings.values() if isinstance(part, dict) and key in part]
+        for part in [part for part in (settings, *parts) if key in part] or [settings]:
+            part[key] = value
+            if value is None:
+                del part[key]
+
+
 def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, int]:
     """The sizes of a Llama-shaped model: layers (L), width (E), heads (H), those of keys (K), the width of a
     head (D) and of the MLP (M), and the vocabulary (V).
