@@ -52,6 +52,8 @@ _MTP_COUNT = re.compile(r".*(nextn|mtp).*")
 _METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ATTENTION = re.compile(r"attn|attention")
+# Keys of settings that decide which layers are of another kind.
+_LAYER_KINDS = re.compile(r"layer|dense|sparse|shared|step|interval|freq|period|every|pattern|interleav")
 _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
 _TIE = "tie_word_embeddings"
 
@@ -237,7 +239,7 @@ def _compare_with_class(
     holes: list[str] = []
     for stack, layers in expected.stacks.items():
         problems += _find_missing_layers(stack, layers, by_stack.get(stack, {}), numbers)
-        holes += _find_incomplete_layers(stack, layers, by_stack.get(stack, {}), numbers, matcher)
+        holes += _find_incomplete_layers(stack, layers, by_stack.get(stack, {}), config, matcher)
     reported = {mask_number(name) for name in holes}
     names = (*(mask.replace(".*.", ".N.") for mask in missing if mask not in reported), *holes)
     if names:
@@ -349,11 +351,11 @@ def _find_incomplete_layers(
     stack: str,
     layers: LayerStack,
     present: Mapping[int, Mapping[str, str]],
-    numbers: Mapping[str, int],
+    config: Mapping[str, Any],
     matcher: _Matcher,
 ) -> list[str]:
     """Return the missing tensors of layers that are not missing completely."""
-    depth = numbers.get(layers.depth or "", 1 << 60)
+    depth = list_numbers(config).get(layers.depth or "", 1 << 60)
     missing = []
     lacking: dict[int, frozenset[str]] = {}
     for number, rests in present.items():
@@ -371,13 +373,53 @@ def _find_incomplete_layers(
         for group in layers.groups:
             if any(rest in rests for rest in group):
                 missing += [f"{stack}.{number}.{rest}" for rest in sorted(group) if not contains(rest)]
-    # Several layers that lack the same tensors may be layers of another kind, such as layers that share keys
-    # and values with an earlier layer. The table was made from models with few layers and lacks some kinds.
-    kinds = Counter(lacking.values())
-    for number, names in lacking.items():
-        if kinds[names] in (1, len(lacking)):
-            missing += [f"{stack}.{number}.{rest}" for rest in sorted(names)]
+    # The table was made from models with few layers and lacks some kinds, such as layers that share keys and
+    # values with an earlier layer. Such layers are accepted if the config distinguishes them.
+    for kind in set(lacking.values()):
+        numbers_of_kind = {number for number, rests in lacking.items() if rests == kind}
+        if not _distinguishes(config, numbers_of_kind, len(lacking)):
+            missing += [f"{stack}.{number}.{rest}" for number in numbers_of_kind for rest in kind]
+    missing.sort()
     return list(dict.fromkeys(missing))
+
+
+def _distinguishes(config: Mapping[str, Any], layers: set[int], depth: int) -> bool:
+    """Return whether a setting may give some layers other tensors than the other layers have.
+
+    Args:
+        config: Content of the `config.json`.
+        layers: Numbers of the layers.
+        depth: Number of layers.
+
+    Returns:
+        True if the layers are the first, the last or every nth layer, and the number is in the config, or if
+        a list of the config contains their numbers or one type per layer that only these layers have.
+    """
+    if len(layers) < 2 or len(layers) == depth:
+        return False
+    first = min(layers)
+    settings = {key: value for key, value in list_numbers(config).items() if _LAYER_KINDS.search(key)}
+    for number in set(settings.values()) - {0, 1, depth}:
+        ranges = (range(number), range(number, depth), range(depth - number), range(depth - number, depth))
+        if layers in map(set, ranges) or (
+            number <= depth and layers == set(range(first % number, depth, number))
+        ):
+            return True
+    text = config.get("text_config")
+    values = {**config, **(text if isinstance(text, dict) else {})}
+    for value in values.values():
+        if not isinstance(value, list):
+            continue
+        entries = [repr(entry) for entry in value]
+        if len(entries) == depth and {entries[i] for i in layers}.isdisjoint(
+            entries[i] for i in range(depth) if i not in layers
+        ):
+            return True
+        if value and all(type(entry) is int for entry in value):
+            listed = {entry for entry in value if 0 <= entry < depth}
+            if layers in (listed, set(range(depth)) - listed):
+                return True
+    return False
 
 
 def _is_replaced(

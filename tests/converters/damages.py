@@ -132,6 +132,18 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
     ("cross-attention", "t5", lose("decoder.block.1.layer.1.EncDecAttention.k"), "EncDecAttention.k"),
     ("layer of an unknown type", "custom", lose("layers.2."), "missing between others"),
     ("projection of an unknown type", "custom", lose("layers.2.mlp.down_proj"), "layers.2.mlp.down_proj"),
+    (
+        "projection of two layers",
+        "llama",
+        lose("layers.1.mlp.down_proj", "layers.2.mlp.down_proj"),
+        "2 tensors missing",
+    ),
+    (
+        "norm of the last two layers",
+        "llama",
+        lose("layers.2.input_layer", "layers.3.input_layer"),
+        "2 tensors",
+    ),
 )
 DAMAGED = tuple(
     DamagedCheckpoint(*row, format=FORMATS[index % len(FORMATS)]) for index, row in enumerate(_ROWS)
