@@ -88,8 +88,12 @@ def fsdp2(rank: int, world: int, out: Path) -> None:
     finish(out, f"fsdp2-{world}", *trained(world, "fsdp"))
 
 
-def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
-    """2 x 2: rows of one layer cut by both, columns of the other by tensor parallelism alone."""
+def build_with_tensor_parallel() -> Any:
+    """Build a model on 2 x 2 ranks.
+
+    The rows of its up layers are sharded by data and tensor parallelism, the columns of its down layers only
+    by tensor parallelism.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model: Any = Stack()
@@ -97,6 +101,11 @@ def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
+    model = build_with_tensor_parallel()
     finish(out, "tensor-parallel-4", model, stepped(model))
 
 

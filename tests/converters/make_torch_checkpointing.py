@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.checkpoint_layout import (
     JsonSerialization,
@@ -28,7 +25,7 @@ from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from tests.converters.make_dcp import keep, launch, prepare, reference, stepped, trained
-from tests.converters.make_ranks import Stack
+from tests.converters.make_ranks import build_with_tensor_parallel
 
 
 def _gather_objects(data: Any, process_group: Any = None, **_: Any) -> dict[int, Any]:
@@ -76,14 +73,7 @@ def fsdp2(rank: int, world: int, out: Path) -> None:
 
 
 def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
-    """Shard on 2 x 2 ranks: rows of one layer by both, columns of the other only by tensor parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model: Any = Stack()
-    for block in model.layers:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    model = build_with_tensor_parallel()
     write(out, "tensor-parallel-4", model, stepped(model))
 
 
