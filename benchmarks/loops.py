@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from portable.loop import Callback, train
+from portable.loop import Callback, StopSignals, train
 from portable.model.build import AUTO_CLASSES
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
@@ -283,7 +283,7 @@ class PortableLoop:
         self._run.until = self._run.step + steps
         with _quiet():
             self._clock.start()
-            train(self._run, self._batches)
+            train(self._run, self._batches, StopSignals())
             seconds = self._clock.stop()
         return Turn(seconds, self._reporter.last_loss)
 

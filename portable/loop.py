@@ -3,14 +3,14 @@
 :func:`train` runs a launch, :func:`steps` iterates over its optimizer steps, and :func:`train_step` takes one
 step. The loop accesses the device only through a :class:`portable.backend.Backend` and a
 :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it after the current step (see
-:func:`stop_signals`).
+:class:`StopSignals`).
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from contextlib import contextmanager
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -236,25 +236,30 @@ def steps(
         yield result
 
 
-def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
+def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> bool:
     """Train until step ``run.until``, invoking the run's callbacks after each step.
 
     Args:
         run: The run to train. Its ``result`` and ``stopped`` attributes are updated after each step.
         micro_batches: This rank's micro-batches, in host memory.
+        signals: Signals that request a stop. They are intercepted during the steps. If they stopped the run,
+            the caller restores the previous handlers, because a repeated SIGTERM must not interrupt the
+            checkpoint that is still being written.
 
     Returns:
         True if SIGTERM or SIGINT stopped the run early. The callbacks save a checkpoint in this case as well.
     """
     run.call("on_start")
-    with stop_signals() as stop_requested:
-        batches = iter(run.over(micro_batches))
-        for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs):
-            run.result = result
-            run.stopped = run.backend.any(stop_requested())
-            run.call("on_step")
-            if run.stopped:
-                break
+    signals.install()
+    batches = iter(run.over(micro_batches))
+    for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs):
+        run.result = result
+        run.stopped = run.backend.any(signals.requested)
+        run.call("on_step")
+        if run.stopped:
+            break
+    else:
+        signals.restore()
     return run.stopped and run.step < run.until and not run.progress.ended
 
 
@@ -263,36 +268,40 @@ _STOP_MESSAGE = (
 )
 
 
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGTERM and SIGINT into a request to stop after the current step.
+class StopSignals:
+    """Signal handlers that turn SIGTERM and SIGINT into a request to stop after the current step.
 
-    The first signal restores the previous handlers, so pressing Ctrl-C a second time terminates the process
-    immediately. Signals that were already ignored remain ignored. Signal handlers can only be set in the main
-    thread; in other threads, signals are not intercepted.
+    A second Ctrl-C terminates the process immediately, because the first SIGINT restores its previous
+    handler. A repeated SIGTERM has no effect: schedulers send it more than once, and the ranks still have to
+    save a checkpoint. Signals that were already ignored remain ignored. Signal handlers can only be set in
+    the main thread; in other threads, signals are not intercepted.
 
-    Yields:
-        A function that returns whether a signal has been received.
+    Attributes:
+        requested: Whether a signal has been received.
     """
-    received = False
 
-    def request_stop(number: int, _: object) -> None:
-        nonlocal received
-        received = True
-        signal.signal(number, previous[number])
-        if at_a_terminal():
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Set the handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = signal.getsignal(number)
+            if handler is not signal.SIG_IGN:
+                self._previous[number] = handler
+                signal.signal(number, self._request_stop)
+
+    def restore(self) -> None:
+        """Restore the previous handlers."""
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _request_stop(self, number: int, _: object) -> None:
+        if at_a_terminal() and not self.requested:
             os.write(2, _STOP_MESSAGE)  # os.write, because print is not safe in a signal handler
-
-    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
-    try:
-        for number in previous:
-            signal.signal(number, request_stop)
-    except ValueError:  # because only the main thread can set signal handlers
-        yield lambda: False
-        return
-    try:
-        yield lambda: received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        self.requested = True
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous.pop(number))

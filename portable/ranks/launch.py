@@ -163,7 +163,7 @@ def launch(
         if failed is None:
             return max(int(code.read_text()) for code in folder.glob("rank*.code"))
         rank, code = failed
-        if code == -signal.SIGTERM and requests:
+        if requests and (code == -signal.SIGTERM or (code == -signal.SIGKILL and _asked_again(requests))):
             raise _stopped(requests, saved())
         first = _first_failure(folder, rank, code)
         sys.stderr.write(first.traceback)
@@ -237,8 +237,8 @@ def _code_file(scratch: Path, rank: int) -> Path:
 def _stopped(requests: list[int], saved: object | None) -> StoppedError:
     """The error of a run that signals ended within a step, or before the first step."""
     message = "stopped by a signal before the first step"
-    if len(requests) > 1:
-        message = "stopped by a second signal without saving"
+    if _asked_again(requests):
+        message = "stopped by a second Ctrl-C without saving"
     if saved is None:
         message += "; there is no checkpoint yet, so the same command starts over"
     else:
@@ -246,17 +246,27 @@ def _stopped(requests: list[int], saved: object | None) -> StoppedError:
     return StoppedError(message, requests[0])
 
 
+def _asked_again(requests: Sequence[int]) -> bool:
+    """Return whether Ctrl-C was pressed after another signal had already requested a stop."""
+    return signal.SIGINT in requests[1:]
+
+
 @contextmanager
 def _forwarded_signals(scratch: Path) -> Iterator[list[int]]:
-    """Forward signals to the ranks; yield the list of received signals."""
+    """Forward signals to the ranks as SIGTERM; Ctrl-C after another signal kills the ranks.
+
+    Yields:
+        The received signals.
+    """
     requests: list[int] = []
 
     def forward(number: int, _: object) -> None:
         requests.append(number)
         (scratch / STOP_REQUESTED).touch()  # for ranks that have not started yet
+        forwarded = signal.SIGKILL if _asked_again(requests) else signal.SIGTERM
         for pid in _processes(scratch).values():
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, forwarded)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

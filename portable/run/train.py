@@ -14,7 +14,7 @@ from portable.config import dump_yaml
 from portable.data.preview import SHOWN, preview
 from portable.data.samples.loader import worker_died
 from portable.errors import UserError
-from portable.loop import train
+from portable.loop import StopSignals, train
 from portable.output.existing_run import PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
 from portable.paths import CONFIG_FILE, FINAL, storage_errors, write_durably
@@ -72,6 +72,8 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
     """
     with storage_errors("output_dir"), ExitStack() as held:
         hub = _hold(prepared, output, held)
+        signals = StopSignals()
+        held.callback(signals.restore)
         run, restored = _begin(prepared, output, log)
         batches = iter(train_loader(prepared, run.samples))
         reporter = Reporter(run, output, restored.source)
@@ -97,7 +99,7 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
             opened.callback(prepared.data.train.close)
             opened.callback(batches.close)
             with _named_errors(run), watchdog:
-                stopped = train(run, batches)
+                stopped = train(run, batches, signals)
             run.call("on_end")
             if stopped:
                 reporter.record("stop", run.progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,8 @@ def test_a_signal_comes_before_an_evaluation(
     """The launch ends without the evaluation that was due; the next one makes up for it, and it counts."""
     asked = iter([False, False, False, True])
     with monkeypatch.context() as patched:
-        patched.setattr("portable.loop.stop_signals", lambda: nullcontext(lambda: next(asked)))
+        requested = property(lambda _: next(asked), lambda *_: None)
+        patched.setattr("portable.loop.StopSignals.requested", requested, raising=False)
         assert leg(tmp_path, corpus, **PATIENT) == 75
     assert 4 not in told and kept(tmp_path)[-1] == 4
     assert leg(tmp_path, corpus, **PATIENT) == 0
