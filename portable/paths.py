@@ -150,11 +150,16 @@ def name_inside(name: object) -> str:
     return name
 
 
-def regular_files(key: str, folder: Path) -> Iterator[Path]:
-    """The files in a folder and its subfolders, also in linked ones, without hidden ones, in no set order.
+def regular_files(key: str, folder: Path, *, hidden: bool = False) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, including linked subfolders, in no particular order.
+
+    Args:
+        key: Setting that names the folder, for messages.
+        folder: Folder to search.
+        hidden: Whether to include files and folders whose names begin with a dot.
 
     Raises:
-        UserError: for the setting ``key``, if a link leaves the folder, or something is no regular file.
+        UserError: If a link leaves the folder, or if something is not a regular file.
     """
     seen: set[str] = set()
     for here, folders, names in os.walk(folder, followlinks=True):
@@ -163,8 +168,8 @@ def regular_files(key: str, folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files = [name for name in names if not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+        files = [name for name in names if hidden or not name.startswith(".")]
         for path in (Path(here, name) for name in (*folders, *files)):
             if path.is_symlink():
                 check_link(key, path, folder)
@@ -172,17 +177,23 @@ def regular_files(key: str, folder: Path) -> Iterator[Path]:
             if not path.exists():  # a link to nothing
                 continue
             if not stat.S_ISREG(path.stat().st_mode):
-                raise UserError(f"{key}: {path}: is no regular file; remove it")
+                raise UserError(f"{key}: {path}: is not a regular file; remove it")
             yield path
 
 
 def check_folder(key: str, named: str) -> None:
-    """Check that no link leaves a folder whose files go into checkpoints, if ``named`` is one.
+    """Check that no link leaves a folder that other libraries read, and that all its files are regular.
+
+    Hidden files are checked as well, because a library may open any name.
+
+    Args:
+        key: Setting that names the folder, for messages.
+        named: The folder. Nothing is checked if it does not exist.
 
     Raises:
-        UserError: for the setting ``key``.
+        UserError: If a link leaves the folder, or if something is not a regular file.
     """
-    for _ in regular_files(key, Path(named)) if exists(Path(named)) else ():
+    for _ in regular_files(key, Path(named), hidden=True) if exists(Path(named)) else ():
         pass
 
 

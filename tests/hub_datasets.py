@@ -39,6 +39,7 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
         def _answer(self) -> None:
             body = self.body()
             path = urllib.parse.unquote(self.path.partition("?")[0])
+            path = path.replace("/resolve/main/", f"/resolve/{COMMIT}/")
             requests.append((f"{self.command} {path}", self.headers.get("Range") or ""))
             api, files_at = f"/api/datasets/{name}", f"/datasets/{name}/resolve/{COMMIT}/"
             if path in (api, f"{api}/revision/{COMMIT}"):

@@ -25,8 +25,8 @@ from portable.model.on_meta import large_tensors_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
-from portable.paths import check_folder
 from portable.private import of_transformers
+from portable.untrusted_settings import CONFIG_FILE, GENERATION_FILE, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,7 +87,7 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
             f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
             "(organization/name)"
         )
-    check_folder("model.name_or_path", name)
+    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
@@ -400,6 +400,7 @@ def find_pretrained_class(name: str) -> Any:
 
     from portable.config.sections import ModelConfig
 
+    check_settings("train.loss", name, (CONFIG_FILE, GENERATION_FILE))
     settings = ModelConfig(name_or_path=name, config=None)
     return _find_class(AutoConfig.from_pretrained(name), settings)
 

@@ -20,11 +20,13 @@ from pyarrow import parquet
 from converters.cli import main as convert
 from portable.adapters.settings import folder_of
 from portable.cli import main
+from portable.config.sections import ModelConfig
 from portable.data.sources.source import TokenSource
 from portable.data.tokens import limited
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import load_tokenizer
 from portable.errors import UserError
+from portable.model.build import model_config
 from portable.paths import check_folder
 from portable.reporting.html_report import main as report
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
@@ -94,7 +96,12 @@ def test_nothing_that_informs_runs_code(
 
 
 RUN = {"config.yaml": "dry", "checkpoints/step-000002/trainer_state.json": "resume"}
-COPIED = ("generation_config.json", "additional_chat_templates/x.jinja", "pipe.json")
+COPIED = (
+    "generation_config.json",
+    "additional_chat_templates/x.jinja",
+    "additional_chat_templates/.x.jinja",
+    "pipe.json",
+)
 OPENED: dict[str, Callable[[Path], Any]] = {
     "dry": lambda folder: main(["--output_dir", str(folder), "--dry-run"]),
     "resume": lambda folder: main(["--resume-info", str(folder / "checkpoints" / "step-000002")]),
@@ -121,9 +128,72 @@ def test_no_link_of_a_folder_is_followed_and_no_pipe_is_waited_for(
         said = capsys.readouterr().err
     except UserError as error:
         said = f"error: {error}\n"
-    told = r"is no regular file; remove it|not a regular file" if pipe else "a link here leaves"
+    told = "not a regular file" if pipe else "a link here leaves"
     assert said.startswith("error: " + (f"{key}: " if "." in key else "")) and said.count("\n") == 1
     assert re.search(told, said)
+
+
+READING_SETTINGS = {
+    "vocab": ("tokenizer_config.json", {"vocab": "{secret}"}),
+    "environment": ("tokenizer_config.json", {"vocab": "/proc/self/environ"}),
+    "relative": ("tokenizer_config.json", {"vocab": "../private/notes.jsonl"}),
+    "home": ("tokenizer_config.json", {"vocab": "~/notes.jsonl"}),
+    "merges": ("tokenizer_config.json", {"vocab": {}, "merges": "{secret}"}),
+    "init_inputs": ("tokenizer_config.json", {"init_inputs": ["{secret}"]}),
+    "nested": ("tokenizer_config.json", {"init_inputs": [{"x": ["{secret}"]}]}),
+    "gguf_file": ("tokenizer_config.json", {"gguf_file": "{secret}"}),
+    "fast_tokenizer_files": ("tokenizer_config.json", {"fast_tokenizer_files": ["../private/notes.jsonl"]}),
+    "special tokens": ("special_tokens_map.json", {"vocab": "{secret}"}),
+    "named token": ("special_tokens_map.json", {"extra_special_tokens": {"vocab": "{secret}"}}),
+    "config": ("config.json", {"model_type": "bert", "vocab_file": "{secret}"}),
+}
+"""Settings with which a library opens a file of the user."""
+
+
+@pytest.mark.parametrize("case", READING_SETTINGS)
+def test_settings_of_a_tokenizer_name_no_file_outside(
+    case: str, secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    name, settings = READING_SETTINGS[case]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    resolved = json.loads(json.dumps(settings).replace("{secret}", str(secret)))
+    base = {"tokenizer_class": "BertTokenizer"} if name == "tokenizer_config.json" else {}
+    (folder / name).write_text(json.dumps({**base, **resolved}))
+    monkeypatch.setenv("HOME", str(secret.parent))
+    with pytest.raises(
+        UserError, match=rf"^data.tokenizer: .*{name}: .* names a file outside the folder; remove"
+    ):
+        load_tokenizer(str(folder))
+
+
+def test_settings_of_published_tokenizers_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths of their authors, tokens that look like paths, and words that are folders here."""
+    folder = tmp_path / "tokenizer"
+    tokenizer("chatml").save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "special_tokens_map_file": "/root/.cache/huggingface/hub/special_tokens_map.json",
+        "tokenizer_file": "tokenizer.json",
+        "name_or_path": str(tmp_path),
+        "tokenizer_type": "words",
+        "unk_token": "/etc/passwd",
+        "separator": "/",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "words").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_tokenizer(str(folder)).unk_token == "/etc/passwd"
+
+
+def test_the_number_of_layers_is_bounded(tmp_path: Path) -> None:
+    settings = {"model_type": "llama", "num_hidden_layers": 20_000_000}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="num_hidden_layers: 20000000 is too large; use at most 4096"):
+        model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
 
 
 def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
@@ -145,7 +215,9 @@ def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
 def card(text: str, file: str = "README.md") -> Callable[[Path], Path]:
     def made(folder: Path) -> Path:
         (folder / "a.jsonl").write_text('{"text": "mine"}\n')
-        configs = f"configs:\n- config_name: default\n  {text}\n"
+        configs = f"configs:\n- config_name: default\n  {text}\n".replace(
+            "{private}", str(folder.parent / "private")
+        )
         (folder / file).write_text(configs if file != "README.md" else f"---\n{configs}---\n")
         if file != "README.md":
             (folder / "README.md").write_text("---\nlicense: mit\n---\n")
@@ -194,6 +266,7 @@ def linked(folder: Path) -> Path:
 
 def pipe(name: str) -> Callable[[Path], Path]:
     def made(folder: Path) -> Path:
+        (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
         return folder / name
 
@@ -220,6 +293,22 @@ def one_cell(folder: Path) -> Path:
     return folder / "cell.parquet"
 
 
+def hidden_link(name: str, text: str) -> Callable[[Path], Path]:
+    """Return a function that makes a folder whose card names a hidden link to the secret."""
+
+    def make(folder: Path) -> Path:
+        private = folder.parent / "private"
+        (folder / name).symlink_to(private / "notes.jsonl" if name.endswith(".jsonl") else private)
+        return card(text)(folder)
+
+    return make
+
+
+ALIASES = "data_files: &a0 [x, x]\n" + "".join(
+    f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+"""A kilobyte of YAML whose aliases stand for 2e11 values."""
+
 DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
     "card, absolute": (card("data_files: /etc/*.jsonl"), "README.md: '/etc/.*' leads out of the folder"),
     "card, above": (card("data_files: ../private/notes.jsonl"), "leads out of the folder"),
@@ -237,12 +326,25 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
     "state, above": (saved("../other/data-00000-of-00001.arrow"), "leads out of the folder"),
     "state, absolute": (saved("{}/other/data-00000-of-00001.arrow"), "leads out of the folder"),
     "index, deep": (lambda folder: deep(folder / "index.json"), "index.json: row 1: not JSON"),
+    "hidden link to a folder": (hidden_link(".x", "data_dir: .x"), "a link here leaves"),
+    "hidden link to a file": (hidden_link(".x.jsonl", "data_files: .x.jsonl"), "a link here leaves"),
+    "pipe as the card": (
+        lambda folder: pipe("README.md")(card("data_dir: .")(folder)).parent,
+        "not a regular",
+    ),
+    "pipe as the other card": (
+        lambda folder: pipe(".huggingface.yaml")(card("data_dir: .")(folder)).parent,
+        "is not a regular file",
+    ),
+    "aliases": (card(ALIASES), "README.md: .* a file too large"),
+    "other aliases": (card(ALIASES, ".huggingface.yaml"), "huggingface.yaml: .* a file too large"),
+    "other setting": (card("metadata_file: {private}/notes.jsonl"), "names a file outside the folder"),
     "link": (linked, "a link here leaves"),
     "pipe": (pipe("a.jsonl"), "not a regular file"),
     "pipe of text": (pipe("a.txt.gz"), "not a regular file"),
     "pipe of cells": (pipe("a.csv"), "not a regular file"),
     "pipe of tokens": (pipe("a.bin"), "not a regular file"),
-    "pipe in a folder": (lambda folder: pipe("a.jsonl")(folder).parent, "is no regular file"),
+    "pipe in a folder": (lambda folder: pipe("a.jsonl")(folder).parent, "is not a regular file"),
     "jsonl bomb": (zipped("a.jsonl.gz", b'{"text": "', b'"}\n'), "more than 64 times its .* unpack it"),
     "json bomb": (zipped("a.json.gz", b'[{"text": "', b'"}]'), "more than 64 times its"),
     "text bomb": (zipped("a.txt.gz", b"", b""), "more than 64 times its"),

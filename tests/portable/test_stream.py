@@ -417,8 +417,8 @@ def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
     requests: list[tuple[str, str]] = []
     with hub_datasets.serving("lab/some", contents, requests) as url:
 
-        def read(split: str) -> dict[str, Any]:
-            environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
+        def read(split: str, home: str = "home") -> dict[str, Any]:
+            environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / home)}
             environment |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
             command = [sys.executable, "-m", "tests.hub_datasets", url, "lab/some", str(tmp_path), split]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -431,6 +431,8 @@ def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
         whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
         assert whole == []
         assert "has no split 'other' of files; it has train, test" in read("other")["error"]
+        contents["README.md"] = b"---\nconfigs:\n- config_name: default\n  data_files: /etc/passwd\n---\n"
+        assert "'/etc/passwd' leads out of the folder" in read("train", "other home")["error"]
 
 
 def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from portable.data.sources.documents import digest_of
 from portable.data.sources.files import Files
-from portable.data.sources.hub_files import hub_files
+from portable.data.sources.hub_files import check_hub_card, hub_files
 from portable.data.sources.library import cannot_load, datasets_library
 from portable.data.sources.parquet_rows import without_nulls
 from portable.data.sources.source import Shard, Source, SourceSettings
@@ -35,6 +35,7 @@ class HubDataset(Source):
         asked = (self.name, self.settings.data.config_name, self.settings.split)
         if asked not in self._loaded:
             datasets = datasets_library(f"the hub data set {self.name!r}")
+            check_hub_card(self.name)
             try:
                 self._loaded[asked] = datasets.load_dataset(asked[0], asked[1], split=asked[2])
             except Exception as error:

@@ -9,16 +9,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from converters.storage.listed import Object
 from converters.storage.safe_open import read_small_text
+from portable.config.yaml_text import parse
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.data.sources.library import cannot_load, datasets_library
 from portable.data.sources.listing import local_files
 from portable.errors import UserError, one_line
-from portable.paths import check_folder, name_inside, storage_errors
+from portable.paths import check_folder, name_inside, open_file, storage_errors
+from portable.untrusted_settings import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _HUB = "hf://"
 _CARD, _STANDALONE = "README.md", ".huggingface.yaml"
+_FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r?\n|$)", re.DOTALL)
+"""Settings at the start of a dataset card."""
+_MAX_CARD_VALUES = 1_000_000
 _AT_A_TIME = 500  # files that are asked for in a request
 _SPLITS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
 """Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
@@ -41,6 +44,7 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Obj
     from converters.storage.object_store import RemotePath  # a run on a disk does without
 
     found: dict[Place, Object | None] = {}
+    check_hub_card(name)
     with storage_errors("data.source"):
         wanted: dict[str, list[str]] = {}
         for url in _files_of_split(name, config_name, split):
@@ -104,40 +108,58 @@ def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path
 
 def _has_settings(folder: Path) -> bool:
     try:
-        with (folder / _CARD).open("rb") as file:
+        with open_file(folder / _CARD) as file:
             return file.read(4).rstrip() == b"---"
     except OSError:
         return False
 
 
-def _check_card(folder: Path) -> None:
-    """Check that the card of a folder names files of it alone: ``datasets`` would read any, even a URL.
+def check_hub_card(name: str) -> None:
+    """Check that the settings of a dataset on the hub name only its own files.
 
     Raises:
-        UserError: if it names another.
+        UserError: If they name another file.
     """
-    from huggingface_hub import DatasetCard
+    from huggingface_hub import hf_hub_download
 
-    cards = {
-        _CARD: lambda text: vars(DatasetCard(text).data),
-        _STANDALONE: yaml.safe_load,
-    }
-    for name, read in cards.items():
-        path = folder / name
-        if not path.is_file():
-            continue
+    for file in (_CARD, _STANDALONE):
         try:
-            found = read(read_small_text(path))
-            configs = found.get("configs") if isinstance(found, dict) else None
-            for one in configs or ():
-                for key in ("data_files", "data_dir"):
-                    for named in _texts_in(one.get(key)):
-                        name_inside(named)
-        except Exception as error:  # of the parsers, which meet anything there
-            raise UserError(
-                f"data.source: {path}: {one_line(error)[:200]}; correct it, or remove it to read the files "
-                "beside it"
-            ) from error
+            path = Path(hf_hub_download(name, file, repo_type="dataset"))
+        except Exception:  # the library that reads the repository reports why it cannot
+            continue
+        _check_card_file(path)
+
+
+def _check_card(folder: Path) -> None:
+    """Check that the settings of a folder name only its own files.
+
+    Raises:
+        UserError: If they name another file.
+    """
+    for path in (folder / _CARD, folder / _STANDALONE):
+        if path.is_file():
+            _check_card_file(path)
+
+
+def _check_card_file(path: Path) -> None:
+    """Check the settings of a dataset. ``datasets`` would read any file or URL that they name."""
+    try:
+        text = read_small_text(path)
+        if path.name == _CARD:
+            block = _FRONT_MATTER.match(text)
+            text = block[1] if block else ""
+        settings = parse(text, path.name, most=_MAX_CARD_VALUES).value
+        configs = settings.get("configs") if isinstance(settings, dict) else None
+        for config in configs or ():
+            for key in ("data_files", "data_dir"):
+                for named in _texts_in(config.get(key)):
+                    name_inside(named)
+        check_values("configs", configs, path.parent)
+    except Exception as error:  # a card may hold any values
+        raise UserError(
+            f"data.source: {path}: {one_line(error)[:200]}; correct it, or remove it to read all data files "
+            "of the folder"
+        ) from error
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -19,8 +19,8 @@ from converters import CheckpointError, check_manifest, manifest_entries, manife
 from converters.manifest import MANIFEST
 from portable.data.sources.documents import digest_of, listed
 from portable.errors import UserError, one_line
-from portable.paths import check_folder
 from portable.temporary_folder import made_once, scratch_folder
+from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    check_folder("data.tokenizer", name_or_path)
+    check_settings("data.tokenizer", name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
     languages = {"src_lang": source_language, "tgt_lang": target_language}
     languages = {key: code for key, code in languages.items() if code is not None}
     try:

@@ -1,0 +1,150 @@
+"""Check of the settings of a downloaded folder, before a library passes them to constructors.
+
+`from_pretrained` of transformers passes every key of ``tokenizer_config.json`` and
+``special_tokens_map.json`` to the class of the tokenizer, and classes open some of their arguments as files.
+A folder may therefore name any file of the user, whose contents then end up in checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.storage.safe_open import stays_inside
+from portable.errors import UserError, one_line
+from portable.paths import check_folder, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files whose keys `AutoTokenizer.from_pretrained` passes to the class of the tokenizer."""
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+TEXT_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "base_model_name_or_path",
+        "chat_template",
+        "content",
+        "name_or_path",
+        "special",
+        "template",
+        "tokenizer_class",
+        "additional_special_tokens",
+        "extra_special_tokens",
+    }
+)
+"""Keys whose values are never opened as files. Keys that end in ``_token`` or ``_tokens`` are others."""
+MAX_MODEL_LAYERS = 4096
+"""Largest number of layers of a model. Each layer costs milliseconds and kilobytes, even on meta."""
+_SPECIAL_FILE_SYSTEMS = ("/proc/", "/sys/", "/dev/")
+
+
+def check_settings(key: str, name_or_path: str, files: tuple[str, ...], *, offline: bool = False) -> None:
+    """Check a local folder or a repository on the hub before a library reads it.
+
+    Args:
+        key: Setting that names the folder, for messages.
+        name_or_path: Hub ID or folder.
+        files: Names of the JSON files whose values the library uses.
+        offline: Whether to use only cached files of the hub.
+
+    Raises:
+        UserError: If a link leaves the folder, a name is not a regular file, a value of `files` names a file
+            outside the folder, or a size is out of bounds.
+    """
+    check_folder(key, name_or_path)
+    for path in _find_files(name_or_path, files, offline=offline):
+        try:
+            settings = read_json(path)
+        except (OSError, ValueError):  # the library reports a file that it cannot read
+            continue
+        check_values(f"{key}: {path}", settings, path.parent)
+
+
+def check_values(where: str, settings: Any, folder: Path) -> None:
+    """Check the values of a JSON or YAML file.
+
+    Args:
+        where: Begin of the message.
+        settings: Values of the file.
+        folder: Folder that the values may name files of.
+
+    Raises:
+        UserError: If a string names a file outside the folder, or a number of layers is too large.
+    """
+    for key, value in _iter_values(settings, ""):
+        if isinstance(value, str) and not _is_text(key) and _leads_outside(value, folder):
+            raise UserError(
+                f"{where}: {key}: {one_line(repr(value[:200]))} names a file outside the folder; remove the "
+                "key, or use another folder"
+            )
+        if _counts_layers(key) and isinstance(value, int) and value > MAX_MODEL_LAYERS:
+            raise UserError(f"{where}: {key}: {value} is too large; use at most {MAX_MODEL_LAYERS}")
+
+
+def _find_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
+    folder = Path(name_or_path)
+    try:
+        if folder.is_dir():
+            return [folder / file for file in files if (folder / file).is_file()]
+    except (OSError, ValueError):  # not a possible name
+        return []
+    if name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1:
+        return []
+    from huggingface_hub import hf_hub_download
+
+    paths = []
+    for file in files:
+        try:
+            paths.append(Path(hf_hub_download(name_or_path, file, local_files_only=offline)))
+        except Exception:  # the library that reads the repository reports why it cannot
+            continue
+    return paths
+
+
+def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield each scalar with the nearest key above it."""
+    pending = [(key, value)]
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending.extend((str(name), inner) for name, inner in value.items())
+        elif isinstance(value, list | tuple):
+            pending.extend((key, inner) for inner in value)
+        else:
+            yield key, value
+
+
+def _is_text(key: str) -> bool:
+    return key in TEXT_KEYS or key.endswith(("_token", "_tokens"))
+
+
+def _counts_layers(key: str) -> bool:
+    return key in {"n_layer", "n_layers", "depth"} or key.endswith(("_layers", "_blocks"))
+
+
+def _leads_outside(value: str, folder: Path) -> bool:
+    """Return whether a program that opens the value would read a file outside the folder.
+
+    A path that does not exist is harmless. Published files contain many, such as the cache of their author.
+    """
+    if "\0" in value or len(value) > os.pathconf("/", "PC_PATH_MAX"):
+        return False
+    if value.startswith(_SPECIAL_FILE_SYSTEMS):
+        return True
+    candidates = {value, os.path.expanduser(value)}  # noqa: PTH111 (it may not be a possible path)
+    if not stays_inside(value):
+        candidates.add(os.path.join(folder, value))  # noqa: PTH118
+    root = os.path.realpath(folder)
+    for path in candidates:
+        real = os.path.realpath(path)
+        if os.path.commonpath([root, real]) == root or not os.path.exists(real):  # noqa: PTH110
+            continue
+        is_path = os.sep in value and value.strip("./") != ""  # rather than a word or a separator
+        if is_path or not os.path.isdir(real):  # noqa: PTH112
+            return True
+    return False
