@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
+MAX_WORLD_SIZE = 1 << 16
+"""Largest world size that is listed."""
+
+
 def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
     from converters import CheckpointError, open_checkpoint
 
@@ -116,14 +120,20 @@ def strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
 
 
 def _world_sizes(config: RunConfig) -> list[int]:
-    """Among how many ranks the global batch can be divided."""
+    """Return the world sizes that the global batch can be divided among, up to `MAX_WORLD_SIZE`.
+
+    A rank, or a group of ranks that share sequences, takes an equal part of the global batch.
+    """
+    total, parts = config.train.global_batch_size, config.ranks_together
     fitting = []
-    for ranks in range(1, config.train.global_batch_size + 1):
+    for groups in range(1, min(total, MAX_WORLD_SIZE // parts) + 1):
+        if total % groups:
+            continue
         try:
-            plan_batches(config, world_size=ranks, rank=0)
+            plan_batches(config, world_size=groups * parts, rank=0)
         except UserError:
             continue
-        fitting.append(ranks)
+        fitting.append(groups * parts)
     return fitting
 
 

@@ -18,8 +18,11 @@ _MOST_WARMUP = 20
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of ``number`` that is at most ``most``."""
-    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
+    """Return the largest divisor of ``number`` that is at most ``most``, in O(sqrt(number))."""
+    if most >= number:
+        return number
+    small = (n for n in range(1, math.isqrt(number) + 1) if number % n == 0)
+    return max(divisor for n in small for divisor in (n, number // n) if divisor <= most)
 
 
 def warms_up(schedule: str) -> bool:

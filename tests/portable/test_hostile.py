@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -20,7 +21,10 @@ from pyarrow import parquet
 from converters.cli import main as convert
 from portable.adapters.settings import folder_of
 from portable.cli import main
+from portable.commands import resume_info
+from portable.config import RunConfig
 from portable.config.sections import ModelConfig
+from portable.data.sources import sharded_tokens
 from portable.data.sources.source import TokenSource
 from portable.data.tokens import limited
 from portable.data.tokens.chat_template import ChatTemplate
@@ -90,6 +94,26 @@ def test_nothing_that_informs_runs_code(
     assert main(["--config", str(folder / "config.yaml"), "--dry-run"]) == 2
     assert "evil:made: is no code of this folder or of PYTHONPATH, and the" in capsys.readouterr().err
     assert not {"imported", "called"} & {path.name for path in folder.iterdir()}
+
+
+def test_a_large_global_batch_is_described_quickly() -> None:
+    config = RunConfig().replaced({"train.global_batch_size": 2_000_000_000, "train.micro_batch_size": 1})
+    start = time.process_time()
+    sizes = resume_info._world_sizes(config)
+    assert sizes[:5] == [1, 2, 4, 5, 8] and sizes[-1] == 64_000
+    assert time.process_time() - start < 5
+
+
+def test_columns_of_a_shard_are_added_once() -> None:
+    """An index of one megabyte can list 200,000 empty columns for each of 100,000 samples."""
+    samples, columns = 10_000, 200_000
+    offsets = 4 + 4 * (samples + 1) + 4 * np.arange(samples + 1)
+    data = np.array([samples, *offsets, *range(samples)], "<u4").tobytes()
+    piece = {"sizes": [4] + [0] * columns, "column": 0, "dtype": "<u4", "shaped": True}
+    start = time.process_time()
+    documents = sharded_tokens._documents(data, piece)
+    assert np.concatenate(documents).tolist() == list(range(samples))
+    assert time.process_time() - start < 10
 
 
 # -- links ---------------------------------------------------------------------------------------------------

@@ -210,19 +210,23 @@ def _documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
         return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]
     if any(size is not None and (type(size) is not int or size < 0) for size in sizes):
         raise ValueError(f"its columns have the sizes {sizes}")
-    heads = sum(size is None for size in sizes)
-    found = []
+    column = piece["column"]
+    # Sizes that the index gives are added once for all samples, because it can list any number of them.
+    heads, heads_before = (sum(size is None for size in part) for part in (sizes, sizes[:column]))
+    fixed, fixed_before = (sum(size or 0 for size in part) for part in (sizes, sizes[:column]))
+    documents = []
     for start, stop in pairwise(offsets.tolist()):
-        told = iter(np.frombuffer(data, "<u4", heads, offset=start).tolist())
-        lengths = [next(told) if size is None else size for size in sizes]
-        at = start + 4 * heads + sum(lengths[: piece["column"]])
-        if start + 4 * heads + sum(lengths) != stop:
+        lengths = np.frombuffer(data, "<u4", heads, offset=start).astype(np.int64)
+        begin = start + 4 * heads
+        if begin + fixed + int(lengths.sum()) != stop:
             raise ValueError("a sample has another length than its columns")
-        value = data[at : at + lengths[piece["column"]]]
+        begin += fixed_before + int(lengths[:heads_before].sum())
+        length = sizes[column] if sizes[column] is not None else int(lengths[heads_before])
+        value = data[begin : begin + length]
         if not piece["shaped"]:  # the number of dimensions and the type of their sizes, then the sizes
             value = value[1 + (value[0] >> 2) * (1 << (value[0] & 3)) :]
-        found.append(np.frombuffer(value, piece["dtype"]))
-    return found
+        documents.append(np.frombuffer(value, piece["dtype"]))
+    return documents
 
 
 def saved_folder(name: str, split: str) -> Path | None:
