@@ -53,12 +53,29 @@ def blame(path: object) -> Iterator[None]:
 
 _USERINFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@]*@", re.IGNORECASE)
 _QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
-_ACCESS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}\b")
+_TOKENS = re.compile(
+    r"\b(?:"
+    r"(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}"  # AWS
+    r"|hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|sk-(?=[\w-]*[A-Z0-9])[\w-]{8,}"  # OpenAI, Anthropic
+    r"|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"  # GitHub, GitLab
+    r"|xox[abeoprs]-[\w-]{10,}"  # Slack
+    r"|AIza[\w-]{35}|ya29\.[\w-]{16,}"  # Google
+    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dop_v1_[a-f0-9]{40,}|r8_[A-Za-z0-9]{30,}|nvapi-[\w-]{30,}"
+    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"  # JSON Web Tokens
+    r")"
+)
+"""Tokens that programs recognize by their first letters."""
 _PARAMETER = re.compile(
-    r"(?P<name>\b[\w-]*(?:secret|token|password|passwd|signature|credential|api_?key|access_?key)[\w-]*"
+    r"(?P<name>\b[\w-]*(?:secret|password|passwd|signature|credential|api_?key|access_?key)[\w-]*"
     r"['\"]?\s*[=:]\s*['\"]?)(?P<value>[^\s'\",;&)}]+)",
     re.IGNORECASE,
 )
+_TOKEN_PARAMETER = re.compile(
+    r"(?P<name>(?<![A-Za-z0-9])(?:[\w-]*[_-])?token['\"]?\s*[=:]\s*['\"]?)(?P<value>[^\s'\",;&)}<|\[]{6,})",
+    re.IGNORECASE,
+)
+"""A parameter such as ``hf_token``, but neither ``tokenizer`` nor tokens such as ``eos_token: </s>``."""
 _SECRET_NAME = re.compile(
     r"SECRET|TOKEN(?!IZER)|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|SAS|ACCOUNT_KEY|STORAGE_KEY"
     r"|CONNECTION_STRING"
@@ -66,11 +83,16 @@ _SECRET_NAME = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` without credentials: those in URLs, in `name=value` pairs, and those set in the environment."""
+    """Replace credentials by ``***``.
+
+    Credentials are recognized in URLs, by the name of a parameter, by their first letters, and by the values
+    of environment variables.
+    """
     text = _USERINFO.sub(r"\g<scheme>***@", text)
     text = _QUERY.sub(r"\g<url>?***", text)
     text = _PARAMETER.sub(r"\g<name>***", text)
-    text = _ACCESS_KEY_ID.sub("***", text)
+    text = _TOKEN_PARAMETER.sub(r"\g<name>***", text)
+    text = _TOKENS.sub("***", text)
     for secret in _secrets():
         text = text.replace(secret, "***")
     return text

@@ -89,7 +89,7 @@ def model_card(
         for key, value in settings
         if value is not None and value is not False
     ]
-    return "\n".join(
+    text = "\n".join(
         [
             "---",
             _head(config, on_hub, pipeline, kind, alone=alone),
@@ -128,6 +128,7 @@ def model_card(
             "",
         ]
     )
+    return redact(text)
 
 
 def _head(config: RunConfig, on_hub: str | None, pipeline: str, kind: str | None, *, alone: bool) -> str:
@@ -223,7 +224,7 @@ def _given(config: RunConfig) -> str:
         for key, value in config.given().items()
         if not key.startswith(_OF_THE_MACHINE)
     }
-    return redact(as_yaml(keys.plain(keys.nested(given))))
+    return as_yaml(keys.plain(keys.nested(given)))
 
 
 def _without_folders(value: Any) -> Any:
@@ -236,8 +237,10 @@ def _without_folders(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
+    """Format a value for the table of settings, without characters that end a cell."""
     value = keys.plain(value)
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 AUTO = {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
 from converters.console import complain, say
 from converters.containers.pickle_reader import plain
-from converters.errors import printable
+from converters.errors import printable, redact
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import path_given
@@ -345,13 +345,22 @@ def page(runs: Sequence[RunRecord]) -> str:
         "settings": [[key, *(_plain(run.settings.get(key)) for run in runs)] for key in settings],
     }
     # Inside a script element only "</" and "<!" could end the data; JSON may write "<" as an escape.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(_redact(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = Path(__file__).with_name("report_template.html").read_text("utf-8")
     # Split before inserting: the name of a folder may equal a mark of the template.
     head, rest = template.split("__TITLE__", 1)
     middle, tail = rest.split("__DATA__", 1)
     shown = html.escape(title).encode("utf-8", "replace").decode("utf-8")
     return head + shown + middle + text + tail
+
+
+def _redact(value: Any) -> Any:
+    """Replace credentials in all texts of nested lists and dictionaries."""
+    if isinstance(value, dict):
+        return {key: _redact(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_redact(inner) for inner in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def _chart_of(name: str, sources: Container[str]) -> str:

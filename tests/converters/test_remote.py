@@ -168,9 +168,23 @@ def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "{'secret': 'abcdef', 'key': 1}",
         "aws_secret_access_key=abcdef, next",
         "said abcdef123456 aloud",
+        "loss:Made('hf_abcdefABCDEF1234567890')",
+        "loss:Made('sk-abcdefLEAK')",
+        "{ghp_abcdefABCDEF1234567890}",
+        "hub_token: abcdef1",
+        '"TOKEN": "abcdef1"',
+        "eyJabcdefghijk.eyJabcdefghijk.abcdef",
     ):
         assert "abcdef" not in redact(text) and "***" in redact(text)
-    assert redact("s3://bucket/run: plain") == "s3://bucket/run: plain"
+    for text in (
+        "s3://bucket/run: plain",
+        "tokenizer: HuggingFaceTB/SmolLM2-135M",
+        "sample_tokens: 1000000",
+        "eos_token: </s>",
+        "eos_token: <|endoftext|>",
+        "sk-learn-of-words and hf_dataset_of_words",
+    ):
+        assert redact(text) == text
 
 
 # -- credentials, endpoints and regions, from where the vendors' own tools take them -------------------------

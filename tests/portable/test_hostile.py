@@ -20,6 +20,7 @@ from pyarrow import parquet
 
 from converters.cli import main as convert
 from portable.adapters.settings import folder_of
+from portable.backend import Batch
 from portable.cli import main
 from portable.commands import resume_info
 from portable.config import RunConfig
@@ -31,11 +32,12 @@ from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import load_tokenizer
 from portable.errors import UserError
 from portable.model.build import model_config
+from portable.model.training_loss import Outputs
 from portable.paths import check_folder
 from portable.reporting.html_report import main as report
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.portable.data_support import source
-from tests.runs import SENTENCE, flags, tiny
+from tests.runs import SENTENCE, flags, leg, tiny
 
 SECRET = "the password"
 WRITTEN = Path(__file__).parent.parent / "published" / "tokens"
@@ -449,3 +451,29 @@ def test_data_commands_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[
     for text in (printed.err, printed.out, logged):
         assert all(line.isprintable() for line in text.replace("\t", " ").split("\n"))
     assert "\\x1b]0;title\\x07\\x1b[2J" in printed.err and "\\x1b]0;title" in logged
+
+
+# -- credentials ---------------------------------------------------------------------------------------------
+
+
+class Signed:
+    """A custom loss that takes a key of a service."""
+
+    def __init__(self, name: str, api_key: str) -> None: ...
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any:
+        valid = batch["labels"] != -100
+        assert outputs.log_probs is not None
+        return -(outputs.log_probs * valid).sum(), valid.sum()
+
+    needs = ("log_probs",)
+
+
+def test_credentials_reach_no_file_that_is_published(tmp_path: Path, corpus: Path) -> None:
+    loss = f"{__name__}:Signed(name='sk-theNAME1', api_key='theVALUE')"
+    assert leg(tmp_path / "run", corpus, {"train__loss": loss, "train__steps": 1}) == 0
+    published = [*(tmp_path / "run" / "final").rglob("*"), tmp_path / "run" / "report.html"]
+    texts = {path.name: path.read_bytes() for path in published if path.is_file()}
+    assert b"Signed(api_key='***', name='***')" in texts["README.md"]
+    assert b"Signed(" in texts["report.html"]
+    assert not [name for name, text in texts.items() if b"theNAME" in text or b"theVALUE" in text]
