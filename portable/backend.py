@@ -142,6 +142,12 @@ class Engine(Protocol):
         host-device sync.
         """
 
+    def find_nonfinite_state(self) -> list[str]:
+        """Return the names of the trained parameters with a weight or optimizer value that is not finite.
+
+        Each rank checks its own shards. Triggers a host-device sync, so only call it before saving.
+        """
+
     def evaluate(
         self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from gpu.zero.footprint import footprint
 from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
+from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import step_of_run
 from portable.checkpoint.match_to_model import stored_state
@@ -35,7 +36,13 @@ from portable.model.loss import Objective, added, shares
 from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.muon import Muon
-from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.optim.non_finite import (
+    NEW_COUNTERS,
+    Health,
+    allowed_streak,
+    count_update,
+    find_nonfinite,
+)
 from portable.optim.optimizers import set_betas, set_rates
 from portable.optim.schedule import cycle_of
 from portable.planner.memory_model import Cluster
@@ -264,6 +271,12 @@ class ZeroEngine:
             if gradient is not None and not torch.isfinite(gradient).all():
                 found.append(name)
         return found
+
+    def find_nonfinite_state(self) -> list[str]:
+        """See :class:`portable.backend.Engine`."""
+        # A custom optimizer may start from infinity.
+        weights_only = plugins.names_code(self._settings.optimizer)
+        return find_nonfinite(self._partitions.iter_parts(weights_only=weights_only))
 
     def metrics(self) -> dict[str, float]:
         """See :class:`portable.engines.machine.MeasuredEngine`."""

@@ -115,6 +115,12 @@ class FlatPartitions:
             _fill_weights(flat, fragments, weights)
         self._stale = True
 
+    def iter_parts(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each parameter with this rank's part of its weight and optimizer state."""
+        for flat, fragments in zip(self._flats, self._fragments, strict=True):
+            state = {} if weights_only else self._base.state.get(flat, {})
+            yield from _iter_fragments(flat, fragments, state)
+
     def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
         """Fill the optimizer state, by parameter name; see :func:`_optimizer_state`."""
         for flat, fragments in zip(self._flats, self._fragments, strict=True):
@@ -178,6 +184,13 @@ class ShardedPartitions:
                     private_api.update_compute_copies(self._zero, index)
         private_api.drop_secondary_shards(self._zero)
 
+    def iter_parts(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`FlatPartitions.iter_parts`. Sub-groups on NVMe are swapped in one after the other."""
+        for index, fragments in enumerate(self._fragments):
+            with _SwappedIn(self._zero, index) as flat:
+                state = {} if weights_only else self._zero.optimizer.state.get(flat, {})
+                yield from _iter_fragments(flat, fragments, state)
+
     def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
         """Fill the optimizer state, by parameter name; see :func:`_optimizer_state`."""
         for index, fragments in enumerate(self._fragments):
@@ -237,6 +250,16 @@ class _SwappedIn:
     def __exit__(self, *_: object) -> None:
         if self._swapped:
             private_api.swap_out(self._zero, self._index)
+
+
+def _iter_fragments(
+    flat: Tensor, fragments: list[Fragment], state: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of a flat partition and its state that belong to parameters; the rest is padding."""
+    tensors = [flat, *(value for value in state.values() if getattr(value, "shape", None) == flat.shape)]
+    for fragment in fragments:
+        for tensor in tensors:
+            yield fragment.name, fragment.of(tensor)
 
 
 def _fragments_of(

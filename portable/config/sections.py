@@ -415,8 +415,8 @@ class TrainConfig(Section):
     )
     """Decay rates of the first and second moment. Raise the second towards 0.999 for small or noisy
     batches."""
-    eps: float = Field(default=1e-8, gt=0, json_schema_extra=IDENTITY)
-    """Added to the root of the second moment to avoid division by zero."""
+    eps: float = Field(default=1e-8, ge=1e-37, json_schema_extra=IDENTITY)
+    """Added to the root of the second moment to avoid division by zero. Smaller numbers are zero in fp32."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, json_schema_extra=IDENTITY)
     """Average the weights over the steps, in fp32: the share of the average that stays in each, such as
     0.999. It is in checkpoints; checkpoint.export_ema exports it."""

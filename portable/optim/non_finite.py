@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -74,3 +74,26 @@ def count_update(counters: Tensor, *, bad: Tensor, loss: Tensor, limit: int) -> 
     kind = torch.where(begins, (~torch.isfinite(loss)).float(), kind)
     streak = torch.where(skip, streak + 1, 0.0)
     return torch.stack([updates + 1, skipped + skip.float(), streak, start, kind]), skip
+
+
+@torch.no_grad()
+def find_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors with a value that is not finite, each once.
+
+    Triggers one host-device sync for each device.
+
+    Args:
+        tensors: Names and local tensors. Integers and scalars, such as step counts, are ignored.
+    """
+    names: dict[torch.device, list[str]] = {}
+    maxima: dict[torch.device, list[Tensor]] = {}
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.dim() and tensor.numel():
+            names.setdefault(tensor.device, []).append(name)
+            # The maximum norm propagates NaN and, unlike isfinite, needs no memory for a mask.
+            maxima.setdefault(tensor.device, []).append(torch.linalg.vector_norm(tensor, torch.inf).float())
+    nonfinite: dict[str, None] = {}
+    for device, norms in maxima.items():
+        finite = torch.isfinite(torch.stack(norms)).tolist()
+        nonfinite |= {name: None for name, ok in zip(names[device], finite, strict=True) if not ok}
+    return list(nonfinite)

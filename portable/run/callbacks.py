@@ -267,6 +267,9 @@ class Beats(Callback):
         return self._watchdog.over(batches)
 
 
+_SHOWN_NAMES = 3
+
+
 class Health:
     """Reads the device's count of skipped updates, wherever the host waits for the device anyway."""
 
@@ -310,4 +313,24 @@ class Health:
             f"{found}; the update was skipped; last good checkpoint: "
             f"{run.checkpoints.latest() or 'none yet'}; {remedy}; or lower "
             "train.learning_rate or train.max_grad_norm"
+        )
+
+    def check_state(self, run: Run) -> None:
+        """Check that no weight or optimizer value is infinite or NaN. All ranks call it before a save.
+
+        Finite gradients lead to such values if the learning rate is too large or ``train.eps`` too small.
+
+        Raises:
+            RunError: If there is such a value on any rank. No checkpoint is saved.
+        """
+        names = run.backend.gather(", ".join(run.engine.find_nonfinite_state()[:_SHOWN_NAMES]))
+        first = next((text for text in names if text), None)
+        if first is None:
+            return
+        run.checkpoints.finish()
+        run.backend.barrier()  # rank 0 has now renamed the folder
+        raise RunError(
+            f"step {run.step}: the weights or the optimizer state of {first} are not finite, so no "
+            f"checkpoint was saved; last good checkpoint: {run.checkpoints.latest() or 'none yet'}; lower "
+            "train.learning_rate or raise train.eps"
         )

@@ -92,6 +92,7 @@ class Saving(Callback):
             run.health.check(run)
         if not due or run.step <= self._saved:
             return
+        run.health.check_state(run)
         with run.pause():
             with self._watchdog.paused():
                 save(run.prepared, run.checkpoints, run.engine, run.progress)

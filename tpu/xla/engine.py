@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from portable import plugins
 from portable.checkpoint.match_to_model import stored_state
 from portable.engines.fsdp.saving import Saver
 from portable.errors import require
@@ -98,6 +99,7 @@ class XlaEngine:
         self._head = self._gathered_head(ends.get_output_embeddings())
         self._optimizer = optimizer_of(config.train, model, layout, self.held, self._compute)
         self._rate = config.train.learning_rate
+        self._custom_optimizer = plugins.names_code(config.train.optimizer)
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver(StagedPlanner)
         self._limit = allowed_streak(config.train.on_non_finite)
@@ -253,6 +255,20 @@ class XlaEngine:
             pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True)
         )
         return [name for name, one in pairs if not one]
+
+    @torch.no_grad()
+    def find_nonfinite_state(self) -> list[str]:
+        """See :class:`portable.backend.Engine`."""
+        # A custom optimizer may start from infinity.
+        values = [
+            (name, value)
+            for name, state in self._optimizer.tensors().items()
+            for value in (self._parameters[name], *([] if self._custom_optimizer else state.values()))
+            if value.is_floating_point()
+        ]
+        finite = self.layout.read([torch.isfinite(value).all() for _, value in values])
+        bad = dict.fromkeys(name for (name, _), ok in zip(values, finite, strict=True) if not ok)
+        return [self.held.names(name)[0] for name in bad]
 
     @torch.no_grad()
     def evaluate(

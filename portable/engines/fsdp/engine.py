@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from portable import plugins
 from portable.checkpoint.match_to_model import stored_state
 from portable.engines.compiling import CAPTURING, CapturedMemory
 from portable.engines.fsdp import optimizer_state
@@ -21,7 +22,13 @@ from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.optim.average import exchange
-from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.optim.non_finite import (
+    NEW_COUNTERS,
+    Health,
+    allowed_streak,
+    count_update,
+    find_nonfinite,
+)
 from portable.optim.optimizers import build_optimizer, set_rates
 from portable.optim.sharded import local
 from portable.private import of_torch
@@ -193,6 +200,18 @@ class TorchEngine:
         """
         gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+
+    def find_nonfinite_state(self) -> list[str]:
+        """Return the names of the trained parameters with a non-finite weight or optimizer value."""
+        self._reshard()
+        # A custom optimizer may start from infinity.
+        state = {} if plugins.names_code(self._settings.optimizer) else self._optimizer.state
+        return find_nonfinite(
+            (name, local(value))
+            for name, parameter in self._optimized.items()
+            for value in (parameter, *state.get(parameter, {}).values())
+            if parameter.requires_grad and isinstance(value, torch.Tensor)
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return additional metrics: the fp16 loss scale, or nothing without loss scaling."""
