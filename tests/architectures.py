@@ -28,7 +28,7 @@ import torch
 from portable.config import RunConfig
 from portable.run.save import write_model_files
 from tests.composite import build_composite, write_composite
-from tests.exports import check_adapter, check_merge, check_names, write_source
+from tests.exports import check_adapter, check_merge, check_names, find_peft_fault, write_source
 from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
 from tests.runs import SENTENCE, configured
@@ -49,6 +49,8 @@ TASKS = {
 COMPOSITE = "composite"
 """Causal-LM training of a checkpoint of the class that the hub has for a type."""
 NOT_BUILT = "not built: "
+PEFT = "peft: "
+"""Prefix of a failure that also occurs with only peft and transformers."""
 LOSS_CHECKS = ("one rank", "bf16", "full_shard", "zero3", "export", "pretrained")
 EXPORT_CHECKS = ("names", "adapter", "merge")
 CHECKS = (*LOSS_CHECKS, *EXPORT_CHECKS)
@@ -390,6 +392,10 @@ def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[
     source = write_source(folder / "base", model, records)
     if "adapter" in checks:
         look("adapter", check_adapter, folder / "lora", source, records, task)
+        if results["adapter"].startswith("ExportError") and (
+            fault := find_peft_fault(folder / "peft", source)
+        ):
+            results["adapter"] = f"{PEFT}{fault}"
     if "merge" in checks and not results.get("adapter", ""):
         look("merge", check_merge, folder / "lora", source)
     if "names" in checks:

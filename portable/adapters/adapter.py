@@ -442,7 +442,10 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
             f"adapter.target_modules: all-linear excludes {shown}, because text does not reach these "
             "modules; list module names in adapter.target_modules to adapt them"
         )
-    others = [name for name in linear if f"{name}.weight" not in unreached]
+    head = model.get_output_embeddings()  # peft leaves it out of all-linear
+    others = [
+        name for name in linear if f"{name}.weight" not in unreached and model.get_submodule(name) is not head
+    ]
     custom = _last([name for name in others if not _is_linear(model.get_submodule(name))])
     if custom:
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in custom]
