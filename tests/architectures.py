@@ -396,7 +396,8 @@ def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[
             fault := find_peft_fault(folder / "peft", source)
         ):
             results["adapter"] = f"{PEFT}{fault}"
-    if "merge" in checks and not results.get("adapter", ""):
+    amiss = results.get("adapter", "")
+    if "merge" in checks and (not amiss or amiss.startswith(PEFT)):
         look("merge", check_merge, folder / "lora", source)
     if "names" in checks:
         source = write_source(folder / "bf16", model, records, dtype=torch.bfloat16)
@@ -449,7 +450,7 @@ DESCRIPTIONS = {
     "names": "`final/` with the checkpoint that the run started from: names and shapes; dtypes and bytes of "
     "the tensors that are not trained; every tensor is exported, or the model card names it",
     "adapter": f"logits of peft on the published class with the logits of training, within {TOLERANCE:.0e}",
-    "merge": "the merged model with its base (names, shapes, dtypes) and with peft (logits)",
+    "merge": "the merged model with its base (names, shapes, dtypes) and with training (logits)",
 }
 TABLE = """\
 "✓" holds, "✗" does not hold, "–" was not run. Types with equal results share a row.

@@ -475,6 +475,13 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
         )
     if patterns:
         settings.exclude_modules = "|".join(patterns)
+    if any(name.rpartition(".")[2].isdigit() for name in linear) and config.adapter.layers is None:
+        # peft would adapt every module with the same last component, such as a layer with this number.
+        excludes = re.compile(settings.exclude_modules or "$^").fullmatch
+        settings.target_modules = {
+            name for name in linear if not excludes(name) and model.get_submodule(name) is not head
+        }
+        settings.exclude_modules = None
     return notes
 
 

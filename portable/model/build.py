@@ -395,7 +395,8 @@ def _find_named_class(config: PretrainedConfig) -> Any:
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
         return None
-    fits = named.config_class is type(config) and named.can_generate()
+    model_class: Any = named
+    fits = model_class.config_class is type(config) and model_class.can_generate()
     return named if fits and not getattr(config, "is_encoder_decoder", False) else None
 
 
