@@ -227,7 +227,7 @@ def find_peft_fault(folder: Path, source: Path) -> str:
 
 
 def check_merge(folder: Path, source: Path) -> None:
-    """Merge the adapter of :func:`check_adapter`, and compare it with the base and with the logits of training.
+    """Merge the adapter of :func:`check_adapter`; compare it with the base and the logits of training.
 
     Raises:
         ExportError: If they differ.
