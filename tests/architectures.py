@@ -28,7 +28,7 @@ import torch
 from portable.config import RunConfig
 from portable.run.save import write_model_files
 from tests.composite import build_composite, write_composite
-from tests.exports import check_adapter, check_merge, check_names, write_source
+from tests.exports import check_adapter, check_merge, check_names, find_peft_fault, write_source
 from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
 from tests.runs import SENTENCE, configured
@@ -49,6 +49,8 @@ TASKS = {
 COMPOSITE = "composite"
 """Causal-LM training of a checkpoint of the class that the hub has for a type."""
 NOT_BUILT = "not built: "
+PEFT = "peft: "
+"""Prefix of a failure that also occurs with only peft and transformers."""
 LOSS_CHECKS = ("one rank", "bf16", "full_shard", "zero3", "export", "pretrained")
 EXPORT_CHECKS = ("names", "adapter", "merge")
 CHECKS = (*LOSS_CHECKS, *EXPORT_CHECKS)
@@ -390,7 +392,12 @@ def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[
     source = write_source(folder / "base", model, records)
     if "adapter" in checks:
         look("adapter", check_adapter, folder / "lora", source, records, task)
-    if "merge" in checks and not results.get("adapter", ""):
+        if results["adapter"].startswith("ExportError") and (
+            fault := find_peft_fault(folder / "peft", source)
+        ):
+            results["adapter"] = f"{PEFT}{fault}"
+    amiss = results.get("adapter", "")
+    if "merge" in checks and (not amiss or amiss.startswith(PEFT)):
         look("merge", check_merge, folder / "lora", source)
     if "names" in checks:
         source = write_source(folder / "bf16", model, records, dtype=torch.bfloat16)
@@ -443,7 +450,7 @@ DESCRIPTIONS = {
     "names": "`final/` with the checkpoint that the run started from: names and shapes; dtypes and bytes of "
     "the tensors that are not trained; every tensor is exported, or the model card names it",
     "adapter": f"logits of peft on the published class with the logits of training, within {TOLERANCE:.0e}",
-    "merge": "the merged model with its base (names, shapes, dtypes) and with peft (logits)",
+    "merge": "the merged model with its base (names, shapes, dtypes) and with training (logits)",
 }
 TABLE = """\
 "✓" holds, "✗" does not hold, "–" was not run. Types with equal results share a row.

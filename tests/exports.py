@@ -193,17 +193,41 @@ def check_adapter(folder: Path, source: Path, corpus: Path, task: str) -> None:
     with opened(config) as trial:
         trial.engine.load(open_checkpoint(folder / "checkpoints" / f"step-{_STEPS:06d}"))
         ours = _compute_logits(trial.engine.model.eval())
+    torch.save(ours, folder / "logits.pt")
     model = _load_published(source)
     before = _compute_logits(model)
     after = _compute_logits(peft.PeftModel.from_pretrained(model, folder / "final").eval())
-    torch.save(after, folder / "logits.pt")
     if not float((after - before).abs().max()) > 1e-4:
         raise ExportError("the adapter does not change the logits")
     _check_equal(after, ours)
 
 
+def find_peft_fault(folder: Path, source: Path) -> str:
+    """Save and load an adapter with only peft and transformers.
+
+    Args:
+        folder: Folder to write to.
+        source: Checkpoint that the adapter is for.
+
+    Returns:
+        Description of what fails, or an empty string.
+    """
+    import peft
+
+    settings = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    try:
+        adapted = peft.get_peft_model(_load_published(source), settings).eval()
+        expected = _compute_logits(adapted)
+        adapted.save_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(_load_published(source), folder).eval()
+        difference = float((_compute_logits(loaded) - expected).abs().max())
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"an adapter that it saves and loads is {difference:.1e} off" if difference > TOLERANCE else ""
+
+
 def check_merge(folder: Path, source: Path) -> None:
-    """Merge the adapter of :func:`check_adapter` into its base, and compare it with the base and with peft.
+    """Merge the adapter of :func:`check_adapter`; compare it with the base and the logits of training.
 
     Raises:
         ExportError: If they differ.

@@ -35,6 +35,8 @@ EXPORTED = [
     Pair("deepseek_v3", "causal-lm"),  # experts that peft adapts, and a bias that is a buffer
     Pair("nemotron_h", "causal-lm"),  # files have another prefix, and peft refuses some modules
     Pair("gemma3", "causal-lm"),  # the causal class has a tower
+    Pair("camembert", "causal-lm"),  # the head precedes the embedding that it is tied to
+    Pair("sarvam_moe", "causal-lm"),  # files have one tensor for projections of unequal sizes
     Pair("qwen3_5", COMPOSITE),
 ]
 """Pairs for which only the export is checked."""

@@ -322,9 +322,23 @@ def test_adapter_moves_the_published_class_as_in_training(
     assert float((after - ours).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["nemotron_h", "falcon_h1", "mamba2"])
-def test_modules_that_peft_refuses_are_left_out_by_default(
-    model_type: str, corpus: Path, tmp_path: Path
+_PEFT_REFUSES = "out_proj, because peft does not support these modules in models of type"
+_NOT_LINEAR = "router, because LoRA cannot adapt these modules"
+_PEFT_RENAMES = "shared_experts.up_proj, because peft does not load adapters of these modules"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("nemotron_h", _PEFT_REFUSES),
+        ("falcon_h1", _PEFT_REFUSES),
+        ("mamba2", _PEFT_REFUSES),
+        ("llama4_text", _NOT_LINEAR),
+        ("laguna", _PEFT_RENAMES),
+    ],
+)
+def test_modules_that_cannot_be_adapted_are_excluded_by_default(
+    model_type: str, reason: str, corpus: Path, tmp_path: Path
 ) -> None:
     from portable.run.prepare import prepare
     from portable.run.resolve import resolve
@@ -334,9 +348,10 @@ def test_modules_that_peft_refuses_are_left_out_by_default(
     config = configured(tmp_path, corpus, **settings)
     run = prepare(resolve(config, "cpu"), create_backend("cpu"))
     (note,) = (note for note in run.notes if "all-linear excludes" in note)
-    assert "excludes out_proj, because peft does not support these modules in models of type" in note
+    assert reason in note
+    module = reason.split(",")[0]
     trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad]
-    assert trained and not any("out_proj" in name for name in trained)
+    assert trained and not any(f".{module}." in name for name in trained)
 
 
 def test_adapter_in_the_tower_keeps_its_values_under_zero(

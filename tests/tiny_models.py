@@ -63,6 +63,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "blt": {"encoder_hash_byte_group_vocab": 32},
     "mobilebert": {"embedding_size": 16},
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
+    "flint": {"mlp_only_layers": [0]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from converters.adapters.config import AdapterConfig
     from converters.checkpoint import Aliases
     from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from converters.tensors.tensor import Shape, Tensor
 
     Pair = tuple[Tensor, Tensor, bool]
 
@@ -152,6 +152,16 @@ class Adapter:
             (part.module, part.leaf): self.checkpoint.tensors[name]
             for name, part in self.parts.items()
             if not part.kind
+        }
+
+    @property
+    def linear_shapes(self) -> dict[str, Shape]:
+        """Shapes of the linear layers that have LoRA factors, keyed by the name of the weight."""
+        pairs = ((module.path, module.find("lora_A"), module.find("lora_B")) for module in self.modules)
+        return {
+            f"{path}.weight": (right.shape[0], left.shape[1])
+            for path, left, right in pairs
+            if left is not None and right is not None and len(left.shape) == len(right.shape) == 2
         }
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ class BaseChanges:
         self.target = parse_dtype(dtype)
         self.base_config = read_small_table(base.companions.get("config.json"))
         self.ties = {**base.aliases, **self._implied_ties()}
-        self.names = BaseNames(base.tensors, self.ties, self.base_config)
+        self.names = BaseNames(base.tensors, self.ties, self.base_config, adapter.linear_shapes)
         self.changes: dict[str, Change] = {}
         self.added: dict[str, Tensor] = {}
         self.config_changes: dict[str, Any] = {}
@@ -97,6 +98,12 @@ class BaseChanges:
         if found is None:
             near = self.names.find_similar_name(live)
             hint = f"; the nearest is {near!r}" if near else ""
+            if near and re.sub(r"\d+", "0", near) == re.sub(r"\d+", "0", live):
+                # Zamba's layers share one block. Adapters of its layers differ, so no merged block has them.
+                raise CheckpointError(
+                    f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes, but {near!r}; "
+                    "if the layers share this weight, their adapters cannot be merged"
+                )
             raise CheckpointError(
                 f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "
                 "base that the adapter was trained on"

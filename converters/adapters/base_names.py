@@ -86,14 +86,20 @@ class BaseNames:
         tensors: Tensors of the base model, keyed by name.
         aliases: Tied tensors, as a mapping from alias to owner.
         config: The base model's `config.json`.
+        adapted: Shapes of the parameters that the adapter changes, keyed by the name in memory.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], config: Mapping[str, Any]
+        self,
+        tensors: Mapping[str, Tensor],
+        aliases: Mapping[str, str],
+        config: Mapping[str, Any],
+        adapted: Mapping[str, Shape],
     ) -> None:
         self.tensors = tensors
         self.aliases = aliases
         self._config = config
+        self._adapted = adapted
         self._computed: list[_LiveParameters] = []
 
     def find(self, live: str) -> Found | None:
@@ -148,7 +154,7 @@ class BaseNames:
                 yield _LiveParameters(arrange_for_files(self._shapes, rules), {}, rules.base)
                 continue
             errors: dict[str, str] = {}
-            arrangements = arrange_for_memory(self._shapes, rules, errors=errors)
+            arrangements = arrange_for_memory(self._shapes, rules, errors=errors, adapted=self._adapted)
             yield _LiveParameters(arrangements, errors, rules.base)
 
     def _locate_tensor(self, name: str) -> Found:

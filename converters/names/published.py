@@ -97,6 +97,7 @@ def arrange_for_memory(
     rules: NameRules,
     live: Mapping[str, Shape] | None = None,
     errors: dict[str, str] | None = None,
+    adapted: Mapping[str, Shape] | None = None,
 ) -> dict[str, Arrangement]:
     """Arrange the tensors of published files as transformers loads them into memory.
 
@@ -106,6 +107,8 @@ def arrange_for_memory(
         live: Shapes of the model's tensors in memory, if they are known. They determine whether names begin
             with the base model's module.
         errors: Dict that receives an error message for each tensor that cannot be rearranged.
+        adapted: Shapes of the parameters that an adapter changes, keyed by the name in memory. They are used
+            if `live` is None.
 
     Returns:
         The arrangement of each tensor, keyed by the name in memory.
@@ -126,7 +129,9 @@ def arrange_for_memory(
     arrangements: dict[str, Arrangement] = {}
 
     def get_shape(name: str) -> Shape | None:
-        return None if live is None else live.get(name)
+        if live is not None:
+            return live.get(name)
+        return (adapted or {}).get(name, (adapted or {}).get(f"{rules.base}.{name}"))
 
     for key, group in groups.items():
         try:
@@ -330,15 +335,14 @@ def _chunk(arrays: Arrays, operation: Operation, context: _OperationContext) -> 
 def _split(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
     targets = context.direction.targets
-    sizes = []
-    for target in targets:
-        shape = context.get_shape(context.name.replace(targets[0], target))
-        if shape is None:
-            raise CheckpointError(
-                f"cannot be split, because the sizes of its parts depend on the model; {_KEEP_NAMES}"
-            )
-        sizes.append(shape[dim])
-    parts = split(_get_single(arrays), dim, sizes)
+    values = _get_single(arrays)
+    shapes = [context.get_shape(context.name.replace(targets[0], target)) for target in targets]
+    if shapes.count(None) > 1:
+        raise CheckpointError(
+            f"cannot be split, because the sizes of its parts depend on the model; {_KEEP_NAMES}"
+        )
+    rest = values.shape[dim] - sum(shape[dim] for shape in shapes if shape is not None)
+    parts = split(values, dim, [rest if shape is None else shape[dim] for shape in shapes])
     return {name: [part] for name, part in zip(targets, parts, strict=True)}
 
 

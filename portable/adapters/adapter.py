@@ -22,7 +22,7 @@ from converters import (
     fingerprint,
     open_checkpoint,
 )
-from converters.adapters.names import part_of, replaced
+from converters.adapters.names import PREFIX, part_of, replaced
 from converters.adapters.patterns import Matcher, PatternError
 from converters.errors import printable
 from portable.adapters.initial import NAME, Rows, initial_values
@@ -423,7 +423,7 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     Returns:
         Notes for the user about the excluded modules.
     """
-    from portable.private.of_peft import is_module_rejected
+    from portable.private.of_peft import find_renamed_tensors, is_module_rejected
 
     in_peft_format = config.adapter.name_or_path is not None or config.adapter.config is not None
     targets = settings.target_modules
@@ -442,6 +442,31 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
             f"adapter.target_modules: all-linear excludes {shown}, because text does not reach these "
             "modules; list module names in adapter.target_modules to adapt them"
         )
+    head = model.get_output_embeddings()  # peft leaves it out of all-linear
+    others = [
+        name for name in linear if f"{name}.weight" not in unreached and model.get_submodule(name) is not head
+    ]
+    custom = _last([name for name in others if not _is_linear(model.get_submodule(name))])
+    if custom:
+        patterns += [rf"(.*\.)?{re.escape(name)}" for name in custom]
+        notes.append(
+            f"adapter.target_modules: all-linear excludes {', '.join(custom)}, because LoRA cannot adapt "
+            "these modules: their output is not that of a linear layer"
+        )
+    files = {f"{PREFIX}{name}.lora_A.weight": name for name in others}
+    renamed = [files[key] for key in find_renamed_tensors(settings, model, files)]
+    if len(renamed) < len(set(others) - set(custom)):
+        patterns += [re.escape(name) for name in renamed]
+        excluded = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in renamed}))
+        notes += renamed and [
+            f"adapter.target_modules: all-linear excludes {excluded}, because peft does not load adapters of "
+            f"these modules in models of type {model.config.model_type}"
+        ]
+    else:
+        notes += renamed and [
+            f"peft does not load adapters in models of type {model.config.model_type}, because it changes "
+            "the names of the modules; set checkpoint.export: merged to export the merged model"
+        ]
     if rejected:
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in rejected]
         notes.append(
@@ -450,7 +475,27 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
         )
     if patterns:
         settings.exclude_modules = "|".join(patterns)
+    if any(name.rpartition(".")[2].isdigit() for name in linear) and config.adapter.layers is None:
+        # peft would adapt every module with the same last component, such as a layer with this number.
+        excludes = re.compile(settings.exclude_modules or "$^").fullmatch
+        settings.target_modules = {
+            name for name in linear if not excludes(name) and model.get_submodule(name) is not head
+        }
+        settings.exclude_modules = None
     return notes
+
+
+def _is_linear(module: Any) -> bool:
+    """Return whether a module computes one output vector for each input vector, as LoRA requires."""
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    inputs = torch.empty(1, 2, module.in_features, device="meta", dtype=module.weight.dtype)
+    try:
+        with torch.no_grad():
+            output = module(inputs)
+    except Exception:  # a module of another kind may raise any exception
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, 2, module.out_features)
 
 
 def _build_pattern(part: str) -> str:

@@ -382,9 +382,22 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
             return composite
     if own is not None:
         return auto_class
-    if composite is None:
+    model_class = _find_named_class(config) if composite is None else composite
+    if model_class is None:
         raise UserError(_explain_missing_class(config, settings))
-    return composite
+    return model_class
+
+
+def _find_named_class(config: PretrainedConfig) -> Any:
+    """Return the class that ``architectures`` names, if it is a decoder of this type of config."""
+    import transformers
+
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
+        return None
+    model_class: Any = named
+    fits = model_class.config_class is type(config) and model_class.can_generate()
+    return named if fits and not getattr(config, "is_encoder_decoder", False) else None
 
 
 def find_pretrained_class(name: str) -> Any:

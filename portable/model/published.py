@@ -29,7 +29,7 @@ from converters.naming import RECORD, read_recorded_rules, rename_to_published
 from converters.storage.places import copy_file
 from converters.storage.safe_open import read_small_table
 from portable.errors import UserError
-from portable.model.parameters import state_tensors
+from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import files_of, snapshot
 from portable.private import of_transformers
 
@@ -77,6 +77,8 @@ class PublishedNames:
         self._default = build_name_rules(model)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._parameters = list(state_tensors(model))
+        self._ties = {first: others for first, others in tied_names(model).items() if others}
+        self._aliases = set(getattr(model, "all_tied_weights_keys", {}))  # ``save_pretrained`` omits these
         self._resumed: tuple[NameRules, list[str]] | None = None
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self._untrained = set(self._live) - trained  # includes buffers, such as router biases
@@ -228,15 +230,38 @@ class PublishedNames:
         Returns:
             The model to export, and the names of the tensors that are identical to the base model's.
         """
+        written = self._rename_tied(rename_to_published(checkpoint, self.rules))
         if self.base is None:
-            return rename_to_published(checkpoint, self.rules), set()
-        written = rename_to_published(checkpoint, self.rules)
+            return written, set()
         base = self.base.tensors
         frozen = [name for name in written.tensors if name in self._frozen_files and name in base]
         untouched = {name for name in frozen if _have_same_values(written.tensors[name], base[name])}
         untouched |= set(self.not_loaded) - written.tensors.keys()
         tensors = {**written.tensors, **{name: base[name] for name in base if name in untouched}}
         return written.with_tensors(tensors, {}, written.companions).with_shards(self._shards), untouched
+
+    def _rename_tied(self, written: Checkpoint) -> Checkpoint:
+        """Give a tied tensor the one of its names that the base model's files have.
+
+        Without a base model, this is the name that ``save_pretrained`` writes. The checkpoint has the name of
+        the module that comes first in the model.
+        """
+        published = {
+            values.list_sources()[0]: name
+            for name, values in arrange_for_files(self._live, self.rules).items()
+            if len(values.list_sources()) == 1
+        }
+        names: dict[str, str] = {}
+        for first, others in self._ties.items():
+            owner, *aliases = (published.get(name, name) for name in (first, *others))
+            alias = next((alias for alias in aliases if self._is_written(alias)), None)
+            if alias is not None and owner in written.tensors and not self._is_written(owner):
+                names[owner] = alias
+        tensors = {names.get(name, name): tensor for name, tensor in written.tensors.items()}
+        return written.with_tensors(tensors, {}, written.companions) if names else written
+
+    def _is_written(self, name: str) -> bool:
+        return name not in self._aliases if self.base is None else name in self.base.tensors
 
     @property
     def _shards(self) -> dict[str, str]:

@@ -7,12 +7,14 @@ from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from portable.errors import UserError
 from portable.private import Package
 from portable.private.of_bitsandbytes import bitsandbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from torch import nn
 
@@ -61,6 +63,32 @@ def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+@_peft.needed_for("adapter")
+def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]) -> list[str]:
+    """Find tensors of an adapter's file that peft does not load, because it gives them other names.
+
+    peft applies the name rules of the model's published files to an adapter. Some rules also match the names
+    that the model has in memory.
+
+    Args:
+        settings: peft's config.
+        model: The model without the adapter.
+        names: Names in the file.
+
+    Returns:
+        The names that peft changes.
+    """
+    from peft.utils import transformers_weight_conversion
+
+    convert = transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers
+    tensors = {name: torch.empty(1, 1, device="meta") for name in names}
+    try:
+        converted = convert(model, settings, dict(tensors))
+    except Exception:  # the rules reject the shapes of other tensors
+        return []
+    return [name for name in names if name not in converted]
 
 
 @contextmanager
