@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -60,28 +61,54 @@ def run_judge(
     Returns:
         Verdict of each case, as `tests/owners_judge.py` describes it.
     """
-    owners = Path(os.environ[VARIABLE]).resolve()
-    path = [
-        *(str(owners / name) for name in (program, *REQUIRED.get(program, ()))),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
     process = subprocess.run(
         [sys.executable, "-P", str(ROOT / "tests" / "owners_judge.py"), program, command],
         input=json.dumps({case: str(folder) for case, folder in folders.items()}),
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "HF_HUB_OFFLINE": "1",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        },
+        env=build_process_environment(program),
     )
     verdicts = [line for line in process.stdout.splitlines() if line.startswith("VERDICTS ")]
     if process.returncode or not verdicts:
         raise RuntimeError(f"{program} failed:\n{process.stdout[-1000:]}\n{process.stderr[-4000:]}")
     return dict(json.loads(verdicts[-1].removeprefix("VERDICTS ")))
+
+
+def build_process_environment(program: str) -> dict[str, str]:
+    """Return the environment variables of a process that imports the packages of a program."""
+    owners = Path(os.environ[VARIABLE]).resolve()
+    path = [
+        *(str(owners / name) for name in (program, *REQUIRED.get(program, ()))),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+def run_script(program: str, command: str) -> None:
+    """Run a Python script of a program's packages.
+
+    Args:
+        program: Key of `PACKAGES`.
+        command: Name of the script and its arguments, as a shell would split them.
+
+    Raises:
+        RuntimeError: The script failed.
+    """
+    script, *arguments = shlex.split(command)
+    process = subprocess.run(
+        [sys.executable, "-P", str(Path(os.environ[VARIABLE]).resolve() / program / script), *arguments],
+        capture_output=True,
+        text=True,
+        env=build_process_environment(program),
+    )
+    if process.returncode:
+        raise RuntimeError(f"{command} failed:\n{process.stderr[-4000:]}")
 
 
 def main() -> None:

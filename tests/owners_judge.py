@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 TOKENS = list(range(5, 29))
+VOCABULARY = 320
+"""Number of tokens of a trained ``tokenizer.model``."""
 
 
 def load_with_transformers(folder: Path) -> dict[str, Any]:
@@ -99,6 +101,21 @@ def convert_for_llama_cpp(folder: Path) -> dict[str, Any]:
     with torch.inference_mode():
         model_class(folder, gguf.LlamaFileType.ALL_F32, file).write()
     return {"missing": [], "unexpected": [], "gguf": str(file)}
+
+
+def train_sentencepiece(folder: Path) -> dict[str, Any]:
+    """Train the ``tokenizer.model`` of a folder on its ``corpus.txt``."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=VOCABULARY,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return {}
 
 
 def define_missing_constants(gguf: Any) -> None:

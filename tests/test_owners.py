@@ -21,7 +21,7 @@ from converters.cli import main
 from converters.names.earlier_keys import add_earlier_keys
 from tests import earlier_keys
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
-from tests.owners import NEEDS_OWNERS, VARIABLE, run_judge
+from tests.owners import NEEDS_OWNERS, ROOT, VARIABLE, run_judge, run_script
 from tests.owners_judge import TOKENS
 from tests.runs import leg, write_corpus
 from tests.tiny_models import tiny_config, tiny_model
@@ -112,6 +112,8 @@ TOLERANCES = {"transformers4": 1e-5, "mlx": 1e-4, "llama_cpp": 2e-3}
 """Largest difference from transformers 5. The GELU of llama.cpp is a table of float16."""
 READ_NAMES_IN_MEMORY = {("llama_cpp", "gpt_neox")}
 """Programs that also read the names in memory of a type."""
+TOLERANCE_OF_FLOAT16 = 2e-2
+"""The command of llama.cpp's converter writes float16 by default."""
 LIVE = ("mixtral", "gpt_neox")
 """Types that are also written with the names in memory, which a program that has the type rejects."""
 TRAINED = "mixtral-trained"
@@ -238,3 +240,22 @@ def test_transformers_4_reads_the_keys_that_are_added_to_configs() -> None:
         if not isinstance(read, dict) or {key: read.get(key) for key in wanted} != wanted:
             problems[name] = read if isinstance(read, str) else {key: read.get(key) for key in wanted}
     assert not problems
+
+
+@pytest.mark.parametrize("model_type", ["granitemoe", "nemotron"])
+def test_command_of_the_gguf_refusal_converts_the_model(
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer is one of SentencePiece, because the command only accepts known byte-level tokenizers."""
+    folder, model = write_sample(tmp_path, model_type)
+    source = tmp_path / "checkpoint"
+    assert main([str(source), str(tmp_path / "x.gguf"), "--to", "gguf"]) == 2
+    advice = capsys.readouterr().err.splitlines()[-1].rpartition("llama.cpp's own converter: ")[2]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "corpus.txt").write_text((ROOT / "LICENSE").read_text())
+    assert run_judge("llama_cpp", {"tokenizer": folder}, "train_sentencepiece")["tokenizer"] == {"error": ""}
+    assert advice.split()[-1] == "OUT"
+    run_script("llama_cpp", advice.replace("OUT", str(folder)))
+    (file,) = folder.glob("*.gguf")
+    assert distance(file, model, tokenizer("llama")) < TOLERANCE_OF_FLOAT16
