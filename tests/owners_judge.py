@@ -12,6 +12,7 @@ a JSON object with a verdict for each case:
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 
 TOKENS = list(range(5, 29))
+VOCABULARY = 320
+"""Number of tokens of a trained ``tokenizer.model``."""
 
 
 def load_with_transformers(folder: Path) -> dict[str, Any]:
@@ -42,6 +45,35 @@ def load_with_transformers(folder: Path) -> dict[str, Any]:
     return {**names, "logits": save(folder, logits.float().numpy())}
 
 
+def list_defaults(_: Path) -> dict[str, Any]:
+    """Return the default config of each model type of transformers 4.57, see `tests/earlier_keys.py`."""
+    import transformers
+
+    types = {}
+    for model_type in transformers.CONFIG_MAPPING:
+        try:
+            types[model_type] = transformers.CONFIG_MAPPING[model_type]().to_dict()
+        except Exception:  # Some configs require another package or nested configs.
+            continue
+    common = sorted(transformers.PretrainedConfig().to_dict())
+    return json.loads(
+        json.dumps({"version": transformers.__version__, "common": common, "types": types}, default=str)
+    )
+
+
+def read_configs(folder: Path) -> dict[str, Any]:
+    """Return what transformers 4.57 reads from the config files of a folder, keyed by file name."""
+    import transformers
+
+    configs: dict[str, Any] = {}
+    for file in folder.glob("*.json"):
+        try:
+            configs[file.stem] = transformers.AutoConfig.from_pretrained(file).to_dict()
+        except Exception as error:
+            configs[file.stem] = f"{type(error).__name__}: {error}"
+    return {"configs": json.loads(json.dumps(configs, default=str))}
+
+
 def load_with_mlx(folder: Path) -> dict[str, Any]:
     """Load a folder with mlx-lm, whose strict loader raises ValueError for missing and unknown tensors."""
     import mlx.core as mx
@@ -59,6 +91,7 @@ def convert_for_llama_cpp(folder: Path) -> dict[str, Any]:
     import torch
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
+    define_missing_constants(gguf)
     file = folder / "model.gguf"
     architecture = get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
     model_class = get_model_class(architecture)
@@ -68,6 +101,34 @@ def convert_for_llama_cpp(folder: Path) -> dict[str, Any]:
     with torch.inference_mode():
         model_class(folder, gguf.LlamaFileType.ALL_F32, file).write()
     return {"missing": [], "unexpected": [], "gguf": str(file)}
+
+
+def train_sentencepiece(folder: Path) -> dict[str, Any]:
+    """Train the ``tokenizer.model`` of a folder on its ``corpus.txt``."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=VOCABULARY,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return {}
+
+
+def define_missing_constants(gguf: Any) -> None:
+    """Define constants of architectures that the converter's own copy of gguf does not have yet.
+
+    Otherwise, the files with these architectures cannot be imported, even for other architectures.
+    """
+    import conversion
+
+    for file in Path(conversion.__path__[0]).glob("*.py"):
+        for kind, name in re.findall(r"gguf\.(MODEL_ARCH|MODEL_TENSOR)\.(\w+)", file.read_text("utf-8")):
+            if not hasattr(getattr(gguf, kind), name):
+                setattr(getattr(gguf, kind), name, None)
 
 
 def save(folder: Path, logits: Any) -> str:
@@ -84,16 +145,17 @@ JUDGES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def main(program: str) -> None:
+def main(program: str, command: str = "") -> None:
     """Judge the folders that standard input names."""
+    judge = globals()[command] if command else JUDGES[program]
     verdicts: dict[str, Any] = {}
     for case, folder in json.load(sys.stdin).items():
         try:
-            verdicts[case] = {"error": "", **JUDGES[program](Path(folder))}
+            verdicts[case] = {"error": "", **judge(Path(folder))}
         except Exception as error:
             verdicts[case] = {"error": f"{type(error).__name__}: {error}"[:500]}
     print("VERDICTS", json.dumps(verdicts))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

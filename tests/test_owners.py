@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import AutoModelForCausalLM
 
 from converters.cli import main
+from converters.names.earlier_keys import add_earlier_keys
+from tests import earlier_keys
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
-from tests.owners import NEEDS_OWNERS, VARIABLE, run_judge
+from tests.owners import NEEDS_OWNERS, ROOT, VARIABLE, run_judge, run_script
 from tests.owners_judge import TOKENS
 from tests.runs import leg, write_corpus
 from tests.tiny_models import tiny_config, tiny_model
@@ -30,33 +32,115 @@ pytestmark = [
 ]
 TYPES: dict[str, list[str]] = {
     "transformers4": [
+        "cohere2",
         "deepseek_v3",
         "dots1",
         "ernie4_5",
         "ernie4_5_moe",
+        "exaone4",
+        "gemma2",
         "gemma3_text",
+        "glm4",
         "glm4_moe",
         "gpt_neox",
         "gpt_oss",
+        "granite",
+        "granitemoe",
         "hunyuan_v1_dense",
         "lfm2",
         "llama",
+        "minimax",
         "mixtral",
+        "nemotron",
+        "olmo3",
         "olmoe",
+        "phi3",
         "phimoe",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_moe",
         "qwen3_next",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
     ],
-    "mlx": ["deepseek_v3", "hunyuan_v1_dense", "llama", "mixtral", "olmoe", "qwen3"],
-    "llama_cpp": ["ernie4_5", "gpt_oss", "llama", "mixtral"],
+    "mlx": [
+        "cohere2",
+        "deepseek_v3",
+        "dots1",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "hunyuan_v1_dense",
+        "llama",
+        "mixtral",
+        "nemotron",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "seed_oss",
+    ],
+    "llama_cpp": [
+        "apertus",
+        "deepseek_v3",
+        "ernie4_5",
+        "glm4_moe",
+        "gpt_neox",
+        "gpt_oss",
+        "granitemoe",
+        "hunyuan_v1_dense",
+        "llama",
+        "mixtral",
+        "nemotron",
+        "olmo3",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "seed_oss",
+        "starcoder2",
+    ],
 }
 """Model types that each program has, and whose folder from `save_pretrained` it accepts."""
 TOLERANCES = {"transformers4": 1e-5, "mlx": 1e-4, "llama_cpp": 2e-3}
 """Largest difference from transformers 5. The GELU of llama.cpp is a table of float16."""
+READ_NAMES_IN_MEMORY = {("llama_cpp", "gpt_neox")}
+"""Programs that also read the names in memory of a type."""
+TOLERANCE_OF_FLOAT16 = 2e-2
+"""The command of llama.cpp's converter writes float16 by default."""
 LIVE = ("mixtral", "gpt_neox")
 """Types that are also written with the names in memory, which a program that has the type rejects."""
 TRAINED = "mixtral-trained"
 """Case of a model that a run has trained."""
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere2": {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "deepseek_v3": {"n_group": 2, "topk_group": 1},
+    "dots1": {"num_key_value_heads": 4},
+    "ernie4_5_moe": {"moe_intermediate_size": 32, "intermediate_size": 64},
+    "exaone4": {
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    },
+    "gemma3_text": {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
+    "glm4_moe": {"head_dim": 8},
+    "gpt_neox": {"intermediate_size": 128},
+    "olmoe": {"num_key_value_heads": 4},
+    "qwen3_moe": {"head_dim": 8, "norm_topk_prob": True},
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    },
+}
+"""Settings of published models that the programs rely on, beside those of `tiny_config`."""
 
 
 class Sample(NamedTuple):
@@ -68,7 +152,7 @@ class Sample(NamedTuple):
 
 def write_sample(folder: Path, model_type: str, names: str = "published") -> Sample:
     """Write a checkpoint as `torch.distributed.checkpoint` saves it during training, and convert it."""
-    model = tiny_model(model_type, vocab_size=VOCAB)
+    model = tiny_model(model_type, vocab_size=VOCAB, **SETTINGS.get(model_type, {}))
     with torch.no_grad():  # Otherwise norms are ones, and biases are zeros.
         for value in model.parameters():
             value.add_(torch.randn_like(value) * 0.03)
@@ -138,7 +222,40 @@ def test_converted_folders_load_completely_and_compute_the_same(
 @pytest.mark.parametrize("model_type", LIVE)
 def test_names_in_memory_are_rejected(verdicts: tuple[str, dict[str, Any]], model_type: str) -> None:
     program, of_case = verdicts
-    if model_type not in TYPES[program]:
-        pytest.skip(f"{program} does not load {model_type}")
+    if model_type not in TYPES[program] or (program, model_type) in READ_NAMES_IN_MEMORY:
+        pytest.skip(f"{program} does not distinguish the names of {model_type}")
     verdict = of_case[f"{model_type}-live"]
     assert verdict["error"] or verdict["missing"]
+
+
+def test_transformers_4_reads_the_keys_that_are_added_to_configs() -> None:
+    types: dict[str, dict[str, str]] = json.loads(earlier_keys.FILE.read_bytes())["types"]
+    configs = [earlier_keys.build_probed_config(name, paths) for name, paths in types.items()]
+    for config in configs:
+        assert add_earlier_keys(config)
+    problems = {}
+    for config, read in zip(configs, earlier_keys.read_with_transformers_4(configs), strict=True):
+        name = config["model_type"]
+        wanted = {key: config[key] for key in types[name]}
+        if not isinstance(read, dict) or {key: read.get(key) for key in wanted} != wanted:
+            problems[name] = read if isinstance(read, str) else {key: read.get(key) for key in wanted}
+    assert not problems
+
+
+@pytest.mark.parametrize("model_type", ["granitemoe", "nemotron"])
+def test_command_of_the_gguf_refusal_converts_the_model(
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer is one of SentencePiece, because the command only accepts known byte-level tokenizers."""
+    folder, model = write_sample(tmp_path, model_type)
+    source = tmp_path / "checkpoint"
+    assert main([str(source), str(tmp_path / "x.gguf"), "--to", "gguf"]) == 2
+    advice = capsys.readouterr().err.splitlines()[-1].rpartition("llama.cpp's own converter: ")[2]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "corpus.txt").write_text((ROOT / "LICENSE").read_text())
+    assert run_judge("llama_cpp", {"tokenizer": folder}, "train_sentencepiece")["tokenizer"] == {"error": ""}
+    assert advice.split()[-1] == "OUT"
+    run_script("llama_cpp", advice.replace("OUT", str(folder)))
+    (file,) = folder.glob("*.gguf")
+    assert distance(file, model, tokenizer("llama")) < TOLERANCE_OF_FLOAT16

@@ -14,6 +14,7 @@ from math import pi, sqrt
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.errors import CheckpointError
+from converters.names.earlier_keys import remove_earlier_keys
 from converters.options import is_unset
 
 if TYPE_CHECKING:
@@ -338,6 +339,7 @@ def settings_of(config: Mapping[str, Any], model: Model, where: Place) -> Settin
     Raises:
         CheckpointError: a setting is missing, impossible, unknown, or not what llama.cpp computes.
     """
+    config = remove_earlier_keys(config)
     table = _Table(config, {**_ABSENT, **model.absent}, f"{where}: config.json has ")
     only = {name: table.only(name, *allowed) for name, allowed in {**_ONLY, **model.only}.items()}
     values = {key: table.number(*names, whole=True) for key, names in {**_COUNTS, **model.counts}.items()}

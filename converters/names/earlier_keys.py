@@ -1,0 +1,97 @@
+"""Config keys of transformers 4 that transformers 5 stores elsewhere in `config.json`.
+
+transformers 5 moves `rope_theta` and similar keys into `rope_parameters`, and renames a few others. Programs
+that read the earlier keys, such as transformers 4.57, mlx-lm, and the converter of llama.cpp, use their
+defaults instead or fail. `earlier_config_keys.json` contains the keys of each model type, with the path under
+which transformers 5 stores the value, and the model types whose `rope_scaling` has a `type` instead of a
+`rope_type`. `python -m tests.earlier_keys` generates the file.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_TABLE = Path(__file__).with_name("earlier_config_keys.json")
+_MISSING = object()
+
+
+def add_earlier_keys(config: dict[str, Any]) -> bool:
+    """Add the earlier keys that a config and its nested configs lack.
+
+    Args:
+        config: Content of a `config.json`, changed in place.
+
+    Returns:
+        Whether keys have been added.
+    """
+    changed = False
+    for part in _iterate_parts(config):
+        added = {key: value for key, value in _list_earlier(part).items() if key not in part}
+        part.update(added)
+        changed |= bool(added)
+    return changed
+
+
+def remove_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the earlier keys that repeat another value, as `add_earlier_keys` adds them."""
+    repeated = _list_earlier(config)
+    return {
+        key: remove_earlier_keys(value) if _has_model_type(value) else value
+        for key, value in config.items()
+        if key not in repeated or not _equal(value, repeated[key])
+    }
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and bool(left == right)
+
+
+def _has_model_type(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("model_type"), str)
+
+
+def _iterate_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config and the nested configs that have a model type."""
+    yield config
+    for part in config.values():
+        if _has_model_type(part):
+            yield from _iterate_parts(part)
+
+
+def _list_earlier(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the earlier keys of a model type and their values, read from the keys of transformers 5."""
+    model_type = config.get("model_type")
+    paths = _read_table()["types"].get(model_type, {}) if isinstance(model_type, str) else {}
+    values = {key: _find(config, path) for key, path in paths.items()}
+    earlier: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):  # Scaling of rotary embeddings, without the base frequency.
+            scaling = {name: item for name, item in value.items() if name != "rope_theta"}
+            kind = scaling.get("rope_type", "default")
+            if model_type in _read_table()["scaling_with_type"]:
+                scaling = {"type" if name == "rope_type" else name: item for name, item in scaling.items()}
+            earlier[key] = None if kind == "default" else scaling
+        elif value is not _MISSING:
+            earlier[key] = value
+    return earlier
+
+
+def _find(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return _MISSING
+        value = value[key]
+    return value
+
+
+@cache
+def _read_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(_TABLE.read_bytes())
+    return table
