@@ -19,7 +19,7 @@ from converters.storage.bytes import Memory
 from converters.tensors.tensor import Tensor
 from tests import architectures
 from tests.converters.compare import error_of
-from tests.converters.damages import DAMAGED, EMPTY, FORMATS, DamagedCheckpoint
+from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint
 from tests.converters.samples import all_samples, folder_of, parameters
 from tests.expected_tensors import create_config, find_class
 
@@ -79,11 +79,26 @@ def test_complete_models_have_no_problems(pair: tuple[str, str]) -> None:
     assert not {names: problems for names, problems in iterate_verdicts(*pair) if problems}
 
 
-@pytest.mark.parametrize("case", DAMAGED, ids=lambda case: f"{case.name}-{case.format}")
+@pytest.mark.parametrize(
+    ("case", "maker"),
+    [
+        pytest.param(
+            case,
+            "damaged" if case in SAMPLED else "every_damaged",
+            marks=[] if case in SAMPLED else pytest.mark.exhaustive,
+            id=case.folder,
+        )
+        for case in DAMAGED
+    ],
+)
 def test_damaged_checkpoints_are_refused(
-    case: DamagedCheckpoint, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: DamagedCheckpoint,
+    maker: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = damaged / case.name.replace(" ", "-")
+    folder = request.getfixturevalue(maker) / case.folder
     assert case.reason in error_of(capsys, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert cli(["inspect", str(folder), "--json"]) == 1
@@ -95,7 +110,7 @@ def test_damaged_checkpoints_are_refused(
 def test_partial_converts_a_damaged_checkpoint(
     damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli([str(damaged / "first-layer"), str(tmp_path / "out"), "--partial"]) == 0
+    assert cli([str(damaged / "first-layer-dcp"), str(tmp_path / "out"), "--partial"]) == 0
     assert "--partial: config.json has num_hidden_layers 4, but layers are missing" in capsys.readouterr().err
 
 
@@ -108,7 +123,7 @@ def test_empty_tensors_name_their_cause(
 @pytest.mark.parametrize("format", FORMATS)
 def test_complete_checkpoints_have_no_problems(format: str, damaged: Path) -> None:
     folders = sorted(damaged.glob(f"complete-*-{format}"))
-    assert len(folders) == 6
+    assert len(folders) == 8
     problems = {folder.name: list(map(str, find_problems(open_checkpoint(folder)))) for folder in folders}
     assert not {name: texts for name, texts in problems.items() if texts}
 
