@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.adapters.adapter import find_adapter
 from converters.errors import CheckpointError, printable
-from converters.names.contradictions import find_class, find_split_tie, find_stale_quantization
+from converters.names.contradictions import (
+    EXPERT_COUNT,
+    find_class,
+    find_invalid_settings,
+    find_split_tie,
+    find_stale_quantization,
+)
 from converters.names.expected import (
     compute_sizes,
     is_tied,
@@ -45,9 +51,6 @@ _EXPERT = re.compile(
     r"(?P<module>(?:.+\.)?(?:experts|local_experts|expert))\.(?:expert_)?(?P<number>\d{1,6})\.(?P<rest>.+)"
 )
 _EXPERT_STACK = re.compile(r"(?:.+\.)?experts\.(?:[^.]+)(?:\.weight)?")
-_EXPERT_COUNT = re.compile(
-    r"(n|num)(_local|_routed|_total|_moe)?_experts|moe_num_(routed_|local_)?experts|num_experts_per_layer"
-)
 _MTP_COUNT = re.compile(r".*(nextn|mtp).*")
 # Tensors of quantized weights that may be equal for several experts, or zero.
 _METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
@@ -59,6 +62,7 @@ _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
 # Words in the names of image and audio encoders, and their nested configs.
 _TOWERS = (("visual", "vision_config"), ("vision", "vision_config"), ("audio", "audio_config"))
 _TOWER_DEPTH = re.compile(r"(^|_)(depths?|layers|blocks)(_|$)")
+_ZERO_EXPERTS = "zero_expert_num"  # number of experts without parameters in LongCat-Flash
 _TIE = "tie_word_embeddings"
 
 
@@ -109,9 +113,10 @@ def check_complete(
     if serious and not partial:
         described = "; ".join(map(str, serious[:4]))
         more = f"; and {len(serious) - 4} more problems" if len(serious) > 4 else ""
+        is_config = all(problem.kind == "config" for problem in serious)
+        remedy = "correct config.json" if is_config else "convert a complete checkpoint"
         raise CheckpointError(
-            f"{checkpoint.root}: {described}{more}; convert a complete checkpoint, or add --partial to write "
-            "this one as it is"
+            f"{checkpoint.root}: {described}{more}; {remedy}, or add --partial to write this one as it is"
         )
     return problems
 
@@ -135,12 +140,14 @@ def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[P
     config = checkpoint.read_config()
     tensors = checkpoint.tensors
     problems = [*_find_empty(tensors)]
+    if invalid := find_invalid_settings(config, tensors):
+        problems.append(Problem("config", f"config.json: {'; '.join(invalid[:_MAX_SHOWN])}"))
     if problems:
         return problems
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shapes |= {alias: shapes[owner] for alias, owner in checkpoint.aliases.items() if owner in shapes}
-    expert_problems = _find_expert_problems(shapes, config)
     expected = find_class(config)
+    expert_problems = _find_expert_problems(shapes, config, is_known=expected is not None)
     compared = None if expected is None else _compare_with_class(checkpoint, shapes, config, expected)
     problems += expert_problems
     if compared is not None:
@@ -155,7 +162,7 @@ def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[P
         except CheckpointError as error:
             problems.append(Problem("config", str(error).rpartition("; ")[0]))
     if read_values and not in_store(checkpoint.root):
-        problems += _find_bad_values(tensors)
+        problems += _find_bad_values(tensors, config)
     problems += _find_contradictions(checkpoint, config, expected)
     return problems
 
@@ -623,11 +630,11 @@ def _mask_experts(rests: Iterable[str]) -> set[str]:
     }
 
 
-def _find_expert_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[Problem]:
+def _find_expert_problems(
+    shapes: Mapping[str, Shape], config: Mapping[str, Any], *, is_known: bool
+) -> list[Problem]:
     """Compare the number of experts with the config, and the experts of a layer with each other."""
-    if any("zero_expert" in key for key in config):
-        return []  # Some of the experts have no tensors.
-    counts = _list_expert_counts(config)
+    counts = _list_expert_counts(config) or (_list_expert_counts(config, least=0) if is_known else set())
     modules: dict[str, dict[int, set[str]]] = {}
     depth = list_numbers(config).get("num_hidden_layers", 1 << 60)
     wrong: list[str] = []
@@ -675,25 +682,26 @@ def _find_expert_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]
     return problems
 
 
-def _list_expert_counts(config: Mapping[str, Any]) -> set[int]:
+def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int]:
     """Return the numbers of experts that a config allows. Empty if the config does not contain any."""
     counts: set[int] = set()
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
         for key, value in part.items():
-            if not _EXPERT_COUNT.fullmatch(key):
+            if not EXPERT_COUNT.fullmatch(key):
                 continue
             values = value if isinstance(value, list) else [value]
-            numbers = [number for number in values if type(number) is int and number > 0]
+            numbers = [number for number in values if type(number) is int and number >= least]
             counts |= {*numbers, *([sum(numbers)] if len(numbers) > 1 else [])}
         # LongCat-Flash also has experts without parameters, which transformers counts.
-        if type(extra := part.get("zero_expert_num")) is int:
+        if type(extra := part.get(_ZERO_EXPERTS)) is int:
             counts |= {count + extra for count in counts}
     return counts
 
 
-def _find_bad_values(tensors: Mapping[str, Tensor]) -> list[Problem]:
+def _find_bad_values(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Problem]:
     """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
+    unused = config.get(_ZERO_EXPERTS)
     groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
     for name, tensor in tensors.items():
         if _METADATA.search(name.rpartition("experts.")[2]):
@@ -703,8 +711,9 @@ def _find_bad_values(tensors: Mapping[str, Tensor]) -> list[Problem]:
                 expert = _ExpertWeight(name, tensor)
                 groups.setdefault((match["module"], match["rest"]), []).append(expert)
         elif _EXPERT_STACK.fullmatch(name) and len(tensor.shape) >= 3 and tensor.numel:
-            experts = [_ExpertWeight(f"{name}[{i}]", tensor, i) for i in range(tensor.shape[0])]
-            groups[name, ""] = experts
+            # The experts without parameters are at the end of the stack.
+            count = tensor.shape[0] - (unused if type(unused) is int and 0 <= unused < tensor.shape[0] else 0)
+            groups[name, ""] = [_ExpertWeight(f"{name}[{i}]", tensor, i) for i in range(count)]
     zero: list[str] = []
     equal: list[str] = []
     for experts in groups.values():
