@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.adapters.adapter import find_adapter
 from converters.errors import CheckpointError, printable
-from converters.names.contradictions import find_class, find_split_tie, find_stale_quantization
+from converters.names.contradictions import (
+    EXPERT_COUNT,
+    find_class,
+    find_invalid_settings,
+    find_split_tie,
+    find_stale_quantization,
+)
 from converters.names.expected import (
     compute_sizes,
     is_tied,
@@ -25,6 +31,7 @@ from converters.names.expected import (
     split_layers,
 )
 from converters.names.model_config import check_fits
+from converters.names.name_rules import get_architecture
 from converters.names.published import are_live, arrange_for_memory
 from converters.naming import find_name_rules
 from converters.storage.path_or_url import in_store
@@ -44,9 +51,6 @@ _EXPERT = re.compile(
     r"(?P<module>(?:.+\.)?(?:experts|local_experts|expert))\.(?:expert_)?(?P<number>\d{1,6})\.(?P<rest>.+)"
 )
 _EXPERT_STACK = re.compile(r"(?:.+\.)?experts\.(?:[^.]+)(?:\.weight)?")
-_EXPERT_COUNT = re.compile(
-    r"(n|num)(_local|_routed|_total|_moe)?_experts|moe_num_(routed_|local_)?experts|num_experts_per_layer"
-)
 _MTP_COUNT = re.compile(r".*(nextn|mtp).*")
 # Tensors of quantized weights that may be equal for several experts, or zero.
 _METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
@@ -55,6 +59,10 @@ _ATTENTION = re.compile(r"attn|attention")
 # Keys of settings that decide which layers are of another kind.
 _LAYER_KINDS = re.compile(r"layer|dense|sparse|shared|step|interval|freq|period|every|pattern|interleav")
 _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
+# Words in the names of image and audio encoders, and their nested configs.
+_TOWERS = (("visual", "vision_config"), ("vision", "vision_config"), ("audio", "audio_config"))
+_TOWER_DEPTH = re.compile(r"(^|_)(depths?|layers|blocks)(_|$)")
+_ZERO_EXPERTS = "zero_expert_num"  # number of experts without parameters in LongCat-Flash
 _TIE = "tie_word_embeddings"
 
 
@@ -105,9 +113,10 @@ def check_complete(
     if serious and not partial:
         described = "; ".join(map(str, serious[:4]))
         more = f"; and {len(serious) - 4} more problems" if len(serious) > 4 else ""
+        is_config = all(problem.kind == "config" for problem in serious)
+        remedy = "correct config.json" if is_config else "convert a complete checkpoint"
         raise CheckpointError(
-            f"{checkpoint.root}: {described}{more}; convert a complete checkpoint, or add --partial to write "
-            "this one as it is"
+            f"{checkpoint.root}: {described}{more}; {remedy}, or add --partial to write this one as it is"
         )
     return problems
 
@@ -131,12 +140,14 @@ def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[P
     config = checkpoint.read_config()
     tensors = checkpoint.tensors
     problems = [*_find_empty(tensors)]
+    if invalid := find_invalid_settings(config, tensors):
+        problems.append(Problem("config", f"config.json: {'; '.join(invalid[:_MAX_SHOWN])}"))
     if problems:
         return problems
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shapes |= {alias: shapes[owner] for alias, owner in checkpoint.aliases.items() if owner in shapes}
-    expert_problems = _find_expert_problems(shapes, config)
     expected = find_class(config)
+    expert_problems = _find_expert_problems(shapes, config, is_known=expected is not None)
     compared = None if expected is None else _compare_with_class(checkpoint, shapes, config, expected)
     problems += expert_problems
     if compared is not None:
@@ -144,14 +155,14 @@ def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[P
             problem for problem in compared if not (expert_problems and _is_only_of_experts(problem))
         ]
     else:
-        problems += _find_holes(shapes)
+        problems += [*_find_holes(shapes), *_find_missing_embeddings(shapes, config)]
         try:
             if config and not expert_problems:
                 check_fits(tensors, config, "config.json")
         except CheckpointError as error:
             problems.append(Problem("config", str(error).rpartition("; ")[0]))
     if read_values and not in_store(checkpoint.root):
-        problems += _find_bad_values(tensors)
+        problems += _find_bad_values(tensors, config)
     problems += _find_contradictions(checkpoint, config, expected)
     return problems
 
@@ -234,11 +245,10 @@ def _compare_with_class(
     wanted = expected.required if is_tied(config, default=default) else expected.required | expected.untied
     missing = [mask for mask in sorted(wanted) if not matcher.contains(mask) and matcher.has_sibling(mask)]
     problems = []
-    numbers = list_numbers(config)
     by_stack = split_layers(live)
     holes: list[str] = []
     for stack, layers in expected.stacks.items():
-        problems += _find_missing_layers(stack, layers, by_stack.get(stack, {}), numbers)
+        problems += _find_missing_layers(stack, layers, by_stack.get(stack, {}), config, expected.required)
         holes += _find_incomplete_layers(stack, layers, by_stack.get(stack, {}), config, matcher)
     reported = {mask_number(name) for name in holes}
     names = (*(mask.replace(".*.", ".N.") for mask in missing if mask not in reported), *holes)
@@ -327,24 +337,56 @@ class _Matcher:
 
 
 def _find_missing_layers(
-    stack: str, layers: LayerStack, present: Mapping[int, Any], numbers: Mapping[str, int]
+    stack: str,
+    layers: LayerStack,
+    present: Mapping[int, Any],
+    config: Mapping[str, Any],
+    required: Iterable[str],
 ) -> list[Problem]:
-    depth = numbers.get(layers.depth or "")
-    if depth is None or not present or not layers.always:
+    key, depth = layers.depth, list_numbers(config).get(layers.depth or "")
+    if depth is None:
+        key, depth = _find_depth_of_tower(stack, config)
+    if not present:
+        if depth == 0 or not any(mask.startswith(f"{stack}.*.") for mask in required):
+            return []
+        return [Problem("layers", "all layers are missing", (f"{stack}.*",))]
+    if not layers.always:
         return []
+    if depth is None:
+        if stack.rpartition(".")[2] not in _BLOCK_NAMES:
+            return []
+        missing = [number for number in range(max(present)) if number not in present]
+        names = tuple(f"{stack}.{number}" for number in missing)
+        return [Problem("layers", "layers are missing between others", names)] if missing else []
     missing = [number for number in range(min(depth, 100_000)) if number not in present]
     if missing:
         names = tuple(f"{stack}.{number}" for number in missing)
-        return [Problem("layers", f"config.json has {layers.depth} {depth:,}, but layers are missing", names)]
+        return [Problem("layers", f"config.json has {key} {depth:,}, but layers are missing", names)]
     extra = max(present) + 1 - depth
+    numbers = list_numbers(config)
     if extra > 0 and not any(_MTP_COUNT.fullmatch(key) and value > 0 for key, value in numbers.items()):
         return [
-            Problem(
-                "layers",
-                f"config.json has {layers.depth} {depth:,}, but {stack} has {max(present) + 1:,} layers",
-            )
+            Problem("layers", f"config.json has {key} {depth:,}, but {stack} has {max(present) + 1:,} layers")
         ]
     return []
+
+
+def _find_depth_of_tower(stack: str, config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Find the number of layers of an image or audio encoder in its nested config.
+
+    Returns:
+        The config key, and the number of layers, or None if the number is unknown.
+    """
+    for word, part in _TOWERS:
+        nested = config.get(part)
+        if word in stack and isinstance(nested, dict) and stack.rpartition(".")[2] in _BLOCK_NAMES:
+            numbers = {
+                key: value for key, value in nested.items() if _TOWER_DEPTH.search(key) and type(value) is int
+            }
+            if len(numbers) == 1:
+                ((key, depth),) = numbers.items()
+                return f"{part}.{key}", depth
+    return "", None
 
 
 def _find_incomplete_layers(
@@ -357,6 +399,7 @@ def _find_incomplete_layers(
     """Return the missing tensors of layers that are not missing completely."""
     depth = list_numbers(config).get(layers.depth or "", 1 << 60)
     missing = []
+    mixtures = _find_mixtures(layers)
     lacking: dict[int, frozenset[str]] = {}
     for number, rests in present.items():
         if number >= depth:
@@ -373,6 +416,11 @@ def _find_incomplete_layers(
         for group in layers.groups:
             if any(rest in rests for rest in group):
                 missing += [f"{stack}.{number}.{rest}" for rest in sorted(group) if not contains(rest)]
+        missing += [
+            f"{stack}.{number}.{module}"
+            for module in mixtures
+            if not any(rest.startswith(f"{module}.") for rest in rests)
+        ]
     # The table was made from models with few layers and lacks some kinds, such as layers that share keys and
     # values with an earlier layer. Such layers are accepted if the config distinguishes them.
     for kind in set(lacking.values()):
@@ -381,6 +429,20 @@ def _find_incomplete_layers(
             missing += [f"{stack}.{number}.{rest}" for number in numbers_of_kind for rest in kind]
     missing.sort()
     return list(dict.fromkeys(missing))
+
+
+def _find_mixtures(layers: LayerStack) -> list[str]:
+    """Find the modules that have experts in some layers and other tensors in the other layers."""
+    groups: dict[str, list[frozenset[str]]] = {}
+    for group in layers.groups:
+        modules = {rest.partition(".")[0] for rest in group}
+        if len(modules) == 1:
+            groups.setdefault(modules.pop(), []).append(group)
+    return [
+        module
+        for module, alternatives in groups.items()
+        if len(alternatives) > 1 and any(".experts." in rest for group in alternatives for rest in group)
+    ]
 
 
 def _distinguishes(config: Mapping[str, Any], layers: set[int], depth: int) -> bool:
@@ -508,7 +570,57 @@ def _find_holes(shapes: Mapping[str, Shape]) -> list[Problem]:
             ):
                 names = tuple(f"{stack}.{number}.{rest}" for rest in sorted(usual - own))
                 problems.append(Problem("missing", f"{_count(names, 'tensor')} missing", names))
+        problems += _find_deviating_shapes(shapes, layers)
     return problems
+
+
+def _find_deviating_shapes(
+    shapes: Mapping[str, Shape], layers: Mapping[int, Mapping[str, str]]
+) -> list[Problem]:
+    """Find layers in which one tensor has another shape than in all other layers.
+
+    Layers of another width differ in several tensors. Only a damage changes one tensor of one layer.
+    """
+    deviating: dict[int, list[str]] = {}
+    for rest in set.intersection(*(set(rests) for rests in layers.values())):
+        by_shape: dict[Shape, list[int]] = {}
+        for number, rests in layers.items():
+            by_shape.setdefault(shapes[rests[rest]], []).append(number)
+        if len(by_shape) == 2 and len(layers) >= 4:
+            for numbers in by_shape.values():
+                if len(numbers) == 1:
+                    deviating.setdefault(numbers[0], []).append(rest)
+    return [
+        Problem(
+            "shapes",
+            f"a tensor has the shape {list(shapes[layers[number][rests[0]]])}, which differs from the other "
+            "layers",
+            (layers[number][rests[0]],),
+        )
+        for number, rests in deviating.items()
+        if len(rests) == 1 and 0 < number < max(layers)
+    ]
+
+
+def _find_missing_embeddings(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[Problem]:
+    """Find a causal language model with one table of words although its config does not tie embeddings."""
+    words, architecture = list_numbers(config).get("vocab_size", 0), get_architecture(config) or ""
+    is_draft = any("draft" in key or "eagle" in key for key in config)
+    if config.get(_TIE) is not False or words <= 0 or not architecture.endswith("ForCausalLM") or is_draft:
+        return []
+    if not any(stack.rpartition(".")[2] in _BLOCK_NAMES for stack in split_layers(shapes)):
+        return []
+    tables = [name for name, shape in shapes.items() if len(shape) == 2 and max(shape) >= words]
+    if len(tables) != 1:
+        return []
+    return [
+        Problem(
+            "missing",
+            f"config.json has {_TIE} false and vocab_size {words:,}, but only one tensor has as many rows: "
+            "input or output embeddings are missing",
+            (tables[0],),
+        )
+    ]
 
 
 def _mask_experts(rests: Iterable[str]) -> set[str]:
@@ -518,11 +630,11 @@ def _mask_experts(rests: Iterable[str]) -> set[str]:
     }
 
 
-def _find_expert_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[Problem]:
+def _find_expert_problems(
+    shapes: Mapping[str, Shape], config: Mapping[str, Any], *, is_known: bool
+) -> list[Problem]:
     """Compare the number of experts with the config, and the experts of a layer with each other."""
-    if any("zero_expert" in key for key in config):
-        return []  # Some of the experts have no tensors.
-    counts = _list_expert_counts(config)
+    counts = _list_expert_counts(config) or (_list_expert_counts(config, least=0) if is_known else set())
     modules: dict[str, dict[int, set[str]]] = {}
     depth = list_numbers(config).get("num_hidden_layers", 1 << 60)
     wrong: list[str] = []
@@ -570,25 +682,26 @@ def _find_expert_problems(shapes: Mapping[str, Shape], config: Mapping[str, Any]
     return problems
 
 
-def _list_expert_counts(config: Mapping[str, Any]) -> set[int]:
+def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int]:
     """Return the numbers of experts that a config allows. Empty if the config does not contain any."""
     counts: set[int] = set()
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
         for key, value in part.items():
-            if not _EXPERT_COUNT.fullmatch(key):
+            if not EXPERT_COUNT.fullmatch(key):
                 continue
             values = value if isinstance(value, list) else [value]
-            numbers = [number for number in values if type(number) is int and number > 0]
+            numbers = [number for number in values if type(number) is int and number >= least]
             counts |= {*numbers, *([sum(numbers)] if len(numbers) > 1 else [])}
         # LongCat-Flash also has experts without parameters, which transformers counts.
-        if type(extra := part.get("zero_expert_num")) is int:
+        if type(extra := part.get(_ZERO_EXPERTS)) is int:
             counts |= {count + extra for count in counts}
     return counts
 
 
-def _find_bad_values(tensors: Mapping[str, Tensor]) -> list[Problem]:
+def _find_bad_values(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Problem]:
     """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
+    unused = config.get(_ZERO_EXPERTS)
     groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
     for name, tensor in tensors.items():
         if _METADATA.search(name.rpartition("experts.")[2]):
@@ -598,8 +711,9 @@ def _find_bad_values(tensors: Mapping[str, Tensor]) -> list[Problem]:
                 expert = _ExpertWeight(name, tensor)
                 groups.setdefault((match["module"], match["rest"]), []).append(expert)
         elif _EXPERT_STACK.fullmatch(name) and len(tensor.shape) >= 3 and tensor.numel:
-            experts = [_ExpertWeight(f"{name}[{i}]", tensor, i) for i in range(tensor.shape[0])]
-            groups[name, ""] = experts
+            # The experts without parameters are at the end of the stack.
+            count = tensor.shape[0] - (unused if type(unused) is int and 0 <= unused < tensor.shape[0] else 0)
+            groups[name, ""] = [_ExpertWeight(f"{name}[{i}]", tensor, i) for i in range(count)]
     zero: list[str] = []
     equal: list[str] = []
     for experts in groups.values():

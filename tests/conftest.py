@@ -51,7 +51,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 STARTS = {"brief_runs", "engines", "quick_legs", "ranks", "s3", "zygote"}
-STARTS |= {"adapters", "damaged", "deepspeed_parallel", "deepspeed_written", "universal_loads"}
+STARTS |= {
+    "adapters",
+    "damaged",
+    "every_damaged",
+    "deepspeed_parallel",
+    "deepspeed_written",
+    "universal_loads",
+}
 STARTS |= {"written_items", "written_megatron", "written_ranks", "written_universal"}
 """Fixtures that start processes or train whole runs, also for samples: a test that asks for one is slow."""
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text("utf-8").split())

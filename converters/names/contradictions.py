@@ -1,25 +1,101 @@
-"""Settings of a `config.json` that contradict the tensors, and that a conversion corrects."""
+"""Settings of a `config.json` that have invalid values or contradict the tensors."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.names.expected import find_expected_tensors, is_tied
+from converters.names.expected import SIZE_KEYS, find_expected_tensors, is_tied
 from converters.names.name_rules import get_architecture
 from converters.names.tied_weights import HEADS, ends_with, find_split_ties
 from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from converters.names.expected import ExpectedTensors
     from converters.tensors.tensor import Tensor
 
+_MAX_SHOWN = 60
 _CODES = re.compile(
     r"(^|\.|_)(qweight|weight_packed|packed|qzeros|scales|codes|codebooks?|g_idx|absmax|qdata|SCB|blocks)\b"
     r"|scale|quant|:"
 )
+# Types of the settings that a conversion reads. Null always means that a setting is not set.
+_TYPES: dict[str, tuple[type, str]] = {
+    "model_type": (str, "a string"),
+    "architectures": (list, "a list of strings"),
+    "text_config": (dict, "an object"),
+    "vision_config": (dict, "an object"),
+    "audio_config": (dict, "an object"),
+    "quantization_config": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    "rope_scaling": (dict, "an object"),
+    "id2label": (dict, "an object"),
+    "label2id": (dict, "an object"),
+    "layer_types": (list, "a list of strings"),
+    "tie_word_embeddings": (bool, "true or false"),
+}
+_STRINGS = ("architectures", "layer_types")
+# Sizes that no model has without elements.
+_POSITIVE = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim")
+_MAX_SIZE = (1 << 31) - 1
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+EXPERT_COUNT = re.compile(
+    r"(n|num)(_local|_routed|_total|_moe)?_experts|moe_num_(routed_|local_)?experts|num_experts_per_layer"
+)
+"""Config keys with the number of experts in a layer."""
+
+
+def find_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Find settings whose values have a type, a sign or a size that no model has.
+
+    Args:
+        config: Content of the `config.json`.
+        names: Names of the tensors. The number of experts is only compared if there are experts.
+
+    Returns:
+        A description of each setting.
+    """
+    is_known = find_class(config) is not None
+    has_experts = any("experts." in name for name in names)
+    text = config.get("text_config")
+    invalid: dict[str, str] = {}
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key, value in part.items():
+            wanted = None if value is None else _describe_valid(key, value, is_known, has_experts)
+            if wanted is not None:
+                shown = json.dumps(value)
+                shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+                invalid.setdefault(key, f"{key} is {shown} instead of {wanted}")
+    return list(invalid.values())
+
+
+def _describe_valid(key: str, value: Any, is_known: bool, has_experts: bool) -> str | None:
+    """Return a description of the values that a setting may have, or None if the value is valid."""
+    if key in _TYPES:
+        valid, description = _TYPES[key]
+        is_valid = isinstance(value, valid)
+        if is_valid and key in _STRINGS:
+            is_valid = all(isinstance(entry, str) for entry in value)
+        return None if is_valid else description
+    is_count = bool(EXPERT_COUNT.fullmatch(key))
+    if not (key in SIZE_KEYS or key in _DEPTHS or is_count) or (is_count and not has_experts):
+        return None
+    least = 1 if key in _POSITIVE and is_known else 0
+    if isinstance(value, list) and key not in _DEPTHS:
+        # Some models have one value per layer.
+        return None if all(_is_size(entry, 0) for entry in value) else "whole numbers"
+    # Code of a model that transformers does not contain may accept a float.
+    is_integral = isinstance(value, float) and value.is_integer() and not is_known
+    if _is_size(int(value) if is_integral else value, least):
+        return None
+    return f"a whole number from {least} to {_MAX_SIZE:,}"
+
+
+def _is_size(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= _MAX_SIZE
 
 
 def find_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:

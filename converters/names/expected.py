@@ -48,6 +48,8 @@ _KEYS = {
     "B": ("embedding_size", "word_embed_proj_dim", "vocab_size_per_layer_input"),
     "G": ("global_head_dim",),
 }
+SIZE_KEYS = frozenset(key for letter, keys in _KEYS.items() if letter not in "LP" for key in keys)
+"""Config keys of sizes, without the numbers of labels and positions, which may be negative."""
 SIZES = (
     *_KEYS,
     "HD",

@@ -31,13 +31,14 @@ OF_DEEPSPEED = {
     "universal_loads",
     "adapters",
     "damaged",
+    "every_damaged",
 }
 written, written_ranks = made("written"), made("written_ranks")
 deepspeed_written, deepspeed_parallel = made("deepspeed_written"), made("deepspeed_parallel")
 deepspeed_nvme, universal_loads = made("deepspeed_nvme"), made("universal_loads")
 adapters, written_megatron = made("adapters"), made("written_megatron")
 written_items = made("written_items")
-damaged = made("damaged")
+damaged, every_damaged = made("damaged"), made("every_damaged")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ class DamagedCheckpoint(NamedTuple):
     """A damaged checkpoint.
 
     Attributes:
-        name: Name of the test and of the folder.
+        name: Name of the test and of the folder, without the format.
         model: Model in `make_damaged.MODELS`.
         damage: Function that returns the damaged tensors, and may change the config.
         reason: Text in the error message.
@@ -26,6 +26,11 @@ class DamagedCheckpoint(NamedTuple):
     damage: Damage
     reason: str
     format: str
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder with the checkpoint."""
+        return f"{self.name.replace(' ', '-')}-{self.format}"
 
 
 def lose(*parts: str) -> Damage:
@@ -57,6 +62,16 @@ def halve(value: Any) -> Any:
     return value[: len(value) // 2].clone()
 
 
+def lengthen(value: Any) -> Any:
+    """Repeat the first rows at the end."""
+    return value.new_tensor([*value.tolist(), *value[: len(value) // 2].tolist()])
+
+
+def empty(value: Any) -> Any:
+    """Return a tensor without elements, as ZeRO-3 leaves behind for a parameter."""
+    return value.flatten()[:0].clone()
+
+
 def clear(*experts: int) -> Callable[[Any], Any]:
     """Return a function that sets the experts of a stack to zero."""
 
@@ -73,6 +88,20 @@ def repeat(source: int, target: int) -> Callable[[Any], Any]:
     def apply(value: Any) -> Any:
         value[target] = value[source]
         return value
+
+    return apply
+
+
+def repeat_experts(source: int, target: int) -> Damage:
+    """Overwrite an expert, which has tensors of its own, with another expert."""
+
+    def apply(state: State, _: dict[str, Any]) -> State:
+        changed = {
+            name: state[name.replace(f".experts.{target}.", f".experts.{source}.")].clone()
+            for name in state
+            if f".experts.{target}." in name
+        }
+        return state | changed
 
     return apply
 
@@ -132,6 +161,9 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
     ("cross-attention", "t5", lose("decoder.block.1.layer.1.EncDecAttention.k"), "EncDecAttention.k"),
     ("layer of an unknown type", "custom", lose("layers.2."), "missing between others"),
     ("projection of an unknown type", "custom", lose("layers.2.mlp.down_proj"), "layers.2.mlp.down_proj"),
+    ("embedding of an unknown type", "custom", lose("embed_tokens"), "only one tensor has as many rows"),
+    ("head of an unknown type", "custom", lose("lm_head"), "only one tensor has as many rows"),
+    ("half of a projection of an unknown type", "custom", change("s.1.mlp.down", halve), "differs from"),
     (
         "projection of two layers",
         "llama",
@@ -144,13 +176,34 @@ _ROWS: tuple[tuple[str, str, Damage, str], ...] = (
         lose("layers.2.input_layer", "layers.3.input_layer"),
         "2 tensors",
     ),
+    ("all experts of one layer", "qwen3_moe", lose("layers.1.mlp.experts."), "layers.1.mlp.experts"),
+    ("router", "qwen3_moe", lose("layers.1.mlp.gate.weight"), "layers.1.mlp.gate.weight"),
+    ("config with fewer experts", "qwen3_moe", configure(num_local_experts=4), "4 experts, but"),
+    ("config with more experts", "qwen3_moe", configure(num_local_experts=16), "16 experts, but"),
+    ("query norms of one layer", "qwen3_moe", lose("layers.0.self_attn.q_norm"), "layers.0.self_attn.q_norm"),
+    ("repeated experts of a published layout", "mixtral", repeat_experts(0, 2), "equal to another"),
+    ("encoder", "t5", lose("encoder."), "encoder."),
+    ("all layers", "llama", lose("layers."), "all layers are missing: model.layers"),
+    ("all layers of a decoder", "t5", lose("decoder.block."), "all layers are missing: decoder.block"),
+    ("mixtures of all layers", "qwen3_moe", lose(".mlp."), "model.layers.1.mlp"),
+    ("last layer of the decoder", "t5", lose("decoder.block.1."), _LAYERS),
+    ("last layer of an encoder", "bert", lose("layer.1."), _LAYERS),
+    ("flattened projection", "llama", change("layers.1.self_attn.o_proj", lambda v: v.flatten()), _SHAPE),
+    ("embedding with more rows", "llama", change("embed_tokens", lengthen), _SHAPE),
+    ("tensor-parallel shards of all layers", "llama", change("_proj.weight", halve), _SHAPE),
+    ("transposed matrix of GPT-2", "gpt2", change("h.1.attn.c_attn.weight", lambda v: v.T.clone()), _SHAPE),
+    ("bias", "gpt2", lose("h.0.mlp.c_fc.bias"), "h.0.mlp.c_fc.bias"),
+    ("positions", "gpt2", lose("wpe"), "wpe.weight"),
+    ("vision tower", "qwen2_vl", lose("visual."), "visual."),
+    ("layer of the vision tower", "qwen2_vl", lose("visual.blocks.1."), "visual.blocks"),
+    ("last layer of the vision tower", "qwen2_vl", lose("visual.blocks.31."), "vision_config.depth"),
+    ("projector of the vision tower", "qwen2_vl", lose("merger"), "merger"),
+    ("language model of a composite", "qwen2_vl", lose("language_model"), "language_model"),
+    ("tensors without elements", "llama", change("layers.0.", empty), "without elements"),
 )
-DAMAGED = tuple(
-    DamagedCheckpoint(*row, format=FORMATS[index % len(FORMATS)]) for index, row in enumerate(_ROWS)
+DAMAGED = tuple(DamagedCheckpoint(*row, format=format) for row in _ROWS for format in FORMATS)
+SAMPLED = tuple(
+    case for index, case in enumerate(DAMAGED) if index % len(FORMATS) == index // len(FORMATS) % len(FORMATS)
 )
-EMPTY = (
-    "empty tensors",
-    "llama",
-    change("layers.0.", lambda v: v.flatten()[:0].clone()),
-    "ZeRO-3 leaves such",
-)
+"""One format for each damage, for the tests of every run."""
+EMPTY = ("empty tensors", "llama", change("layers.0.", empty), "ZeRO-3 leaves such")

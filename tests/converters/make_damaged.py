@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
 
-from tests.converters.damages import DAMAGED, EMPTY, FORMATS
+from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint
 from tests.converters.make_dcp import launch, prepare
 from tests.converters.make_deepspeed import start
 
@@ -68,17 +70,36 @@ def build_t5() -> Any:
     )
 
 
+def build_gpt2() -> Any:
+    """Build a model whose matrices are transposed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_head=4, n_layer=2, n_positions=16))
+
+
+def build_qwen2_vl() -> Any:
+    """Build a language model with a vision tower."""
+    from transformers import Qwen2VLForConditionalGeneration
+
+    from tests.composite import build_composite_config
+
+    return Qwen2VLForConditionalGeneration(build_composite_config("qwen2_vl"))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": build_llama,
     "qwen3_moe": build_qwen3_moe,
     "mixtral": build_mixtral,
     "bert": build_bert,
     "t5": build_t5,
+    "gpt2": build_gpt2,
+    "qwen2_vl": build_qwen2_vl,
     "custom": build_llama,
 }
 
 
-def build_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+@cache
+def build_complete_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of a model without aliases, and its config."""
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -92,6 +113,12 @@ def build_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
         state = {key: value.clone() for key, value in revert_weight_conversion(model, state).items()}
     return {key: value.contiguous() for key, value in state.items()}, config
+
+
+def build_state(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return copies of the tensors of a model without aliases, and of its config."""
+    state, config = build_complete_state(name)
+    return {key: value.clone() for key, value in state.items()}, copy.deepcopy(config)
 
 
 class Plain(nn.Module):
@@ -139,13 +166,18 @@ def write(folder: Path, format: str, state: dict[str, Any], config: Mapping[str,
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_all(rank: int, world: int, out: Path) -> None:
-    """Write all checkpoints from one rank."""
+def write_cases(out: Path, cases: Iterable[DamagedCheckpoint]) -> None:
+    """Write damaged checkpoints."""
+    for case in cases:
+        state, config = build_state(case.model)
+        write(out / case.folder, case.format, case.damage(state, config), config)
+
+
+def write_sampled(rank: int, world: int, out: Path) -> None:
+    """Write each damage in one format, and the complete models, from one rank."""
     start(rank, world)
-    for name, model, damage, _, format in DAMAGED:
-        state, config = build_state(model)
-        write(out / name.replace(" ", "-"), format, damage(state, config), config)
-    name, model, damage, _ = EMPTY
+    write_cases(out, SAMPLED)
+    _, model, damage, _ = EMPTY
     state, config = build_state(model)
     write(out / "empty-tensors", "torch", damage(state, config), config)
     for model in MODELS:
@@ -154,7 +186,19 @@ def write_all(rank: int, world: int, out: Path) -> None:
             write(out / f"complete-{model}-{format}", format, state, config)
 
 
+def write_every(rank: int, world: int, out: Path) -> None:
+    """Write the other formats of each damage from one rank."""
+    start(rank, world)
+    write_cases(out, (case for case in DAMAGED if case not in SAMPLED))
+
+
 def main(out: Path) -> None:
-    """Write everything under `out`."""
+    """Write each damage in one format, and the complete models, under `out`."""
     prepare()
-    launch(1, out, write_all)
+    launch(1, out, write_sampled)
+
+
+def every(out: Path) -> None:
+    """Write the other formats of each damage under `out`."""
+    prepare()
+    launch(1, out, write_every)

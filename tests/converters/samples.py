@@ -32,6 +32,7 @@ MAKERS = {
     "universal_loads": "make_universal_loads",
     "adapters": "make_adapters",
     "damaged": "make_damaged",
+    "every_damaged": "make_damaged.every",
 }
 
 

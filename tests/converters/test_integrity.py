@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from converters.storage.bytes import Memory
 from converters.tensors.tensor import Tensor
 from tests import architectures
 from tests.converters.compare import error_of
-from tests.converters.damages import DAMAGED, EMPTY, FORMATS, DamagedCheckpoint
+from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint
 from tests.converters.samples import all_samples, folder_of, parameters
 from tests.expected_tensors import create_config, find_class
 
@@ -79,11 +80,26 @@ def test_complete_models_have_no_problems(pair: tuple[str, str]) -> None:
     assert not {names: problems for names, problems in iterate_verdicts(*pair) if problems}
 
 
-@pytest.mark.parametrize("case", DAMAGED, ids=lambda case: f"{case.name}-{case.format}")
+@pytest.mark.parametrize(
+    ("case", "maker"),
+    [
+        pytest.param(
+            case,
+            "damaged" if case in SAMPLED else "every_damaged",
+            marks=[] if case in SAMPLED else pytest.mark.exhaustive,
+            id=case.folder,
+        )
+        for case in DAMAGED
+    ],
+)
 def test_damaged_checkpoints_are_refused(
-    case: DamagedCheckpoint, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: DamagedCheckpoint,
+    maker: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = damaged / case.name.replace(" ", "-")
+    folder = request.getfixturevalue(maker) / case.folder
     assert case.reason in error_of(capsys, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert cli(["inspect", str(folder), "--json"]) == 1
@@ -95,7 +111,7 @@ def test_damaged_checkpoints_are_refused(
 def test_partial_converts_a_damaged_checkpoint(
     damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli([str(damaged / "first-layer"), str(tmp_path / "out"), "--partial"]) == 0
+    assert cli([str(damaged / "first-layer-dcp"), str(tmp_path / "out"), "--partial"]) == 0
     assert "--partial: config.json has num_hidden_layers 4, but layers are missing" in capsys.readouterr().err
 
 
@@ -108,7 +124,7 @@ def test_empty_tensors_name_their_cause(
 @pytest.mark.parametrize("format", FORMATS)
 def test_complete_checkpoints_have_no_problems(format: str, damaged: Path) -> None:
     folders = sorted(damaged.glob(f"complete-*-{format}"))
-    assert len(folders) == 6
+    assert len(folders) == 8
     problems = {folder.name: list(map(str, find_problems(open_checkpoint(folder)))) for folder in folders}
     assert not {name: texts for name, texts in problems.items() if texts}
 
@@ -131,6 +147,69 @@ def read_config(out: Path) -> dict[str, Any]:
     """Read the config of a converted model."""
     config: dict[str, Any] = json.loads((out / "config.json").read_text())
     return config
+
+
+def builds_same_model(config: dict[str, Any], state: Mapping[str, Any]) -> bool:
+    """Return whether transformers builds a model from a config whose tensors have the shapes of a state."""
+    import torch
+    import transformers
+
+    try:
+        model_class = getattr(transformers, config["architectures"][0])
+        with torch.device("meta"):
+            model = model_class(model_class.config_class.from_dict(copy.deepcopy(config)))
+    except Exception:
+        return False
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    return all(shapes.get(name) == tensor.shape for name, tensor in state.items())
+
+
+INVALID = {
+    "num_hidden_layers": (1e9, -1, 0, "4", math.nan, math.inf, 4.0, True, [4], {}),
+    "vocab_size": (-1, 10**30, "256", math.nan, 256.0, [256, "x"]),
+    "hidden_size": (-1, 0, 10**30, 32.0),
+    "num_attention_heads": (0, -4, 4.0, {}),
+    "head_dim": (10**30, -1, 0, math.nan, "8", 8.0),
+    "num_local_experts": (math.inf, math.nan, -8, 0, 10**30, True, "8", [8, "x"], 8.0, {}),
+    "tie_word_embeddings": ("false", 1, []),
+    "quantization_config": ([], "fp8", 3),
+    "text_config": ([], "x", 3),
+    "id2label": ([], 3),
+    "layer_types": ("x", [1, 2], [[], {}], 10**9),
+    "rope_parameters": ([], "x", 3),
+}
+
+
+@pytest.mark.parametrize("key", INVALID)
+def test_invalid_settings_are_refused_as_in_transformers(key: str) -> None:
+    from tests.converters.make_damaged import build_state
+
+    state, config = build_state("qwen3_moe")
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert builds_same_model(config, state)
+    for value in INVALID[key]:
+        changed = {**config, key: value}
+        assert not builds_same_model(changed, state)
+        problems = find_problems(build_checkpoint(shapes, changed), read_values=False)
+        assert any(key in str(problem) or "experts, but" in str(problem) for problem in problems), value
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1,000,000,000, but layers are missing"),
+        ({"model_type": ["llama"]}, 'model_type is ["llama"] instead of a string; correct config.json'),
+        ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM" instead of a list'),
+        ({"num_hidden_layers": math.nan}, "num_hidden_layers is NaN instead of a whole number"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_conversion_refuses_invalid_settings(
+    settings: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_folder(tmp_path / "source", **settings)
+    assert reason in error_of(capsys, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_conversion_unties_embeddings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
