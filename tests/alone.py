@@ -156,7 +156,9 @@ def compute_alone(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[tor
         if pair.task == "seq2seq-lm":
             inputs["decoder_input_ids"] = text.flip(0)[None]
         with torch.no_grad():
-            results.append(copy.deepcopy(model)(**inputs).logits[0])
+            logits = copy.deepcopy(model)(**inputs).logits[0]
+        # Perceiver returns a fixed number of positions.
+        results.append(logits[: len(text)] if logits.dim() > 1 else logits)
     return results
 
 
