@@ -22,7 +22,7 @@ import torch
 
 from portable.data.samples.base import pad_rows
 from portable.errors import UserError
-from portable.model.document_attention import DocumentAttention, check_documents
+from portable.model.document_attention import DocumentAttention, check_direction, check_documents
 from portable.model.labels import classifies_last_position
 from portable.model.rotations import check_rotations
 from portable.private.of_transformers import no_value_checks
@@ -172,6 +172,8 @@ def _compute_batch(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def compute_padded(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the logits of all texts in one batch with padding, as the samples of a task have it."""
     check_rotations(model.config, pair.task, "model")
+    if pair.task in ("causal-lm", COMPOSITE):
+        check_direction(model)
     rows = [text.numpy() for text in texts]
     ids, mask = (torch.from_numpy(values) for values in pad_rows(rows, SEQ_LEN, PAD))
     if pair.task == "sequence-classification" and classifies_last_position(model.config):
