@@ -22,7 +22,7 @@ import torch
 
 from portable.data.samples.base import pad_rows
 from portable.errors import UserError
-from portable.model.document_attention import DocumentAttention, check_documents
+from portable.model.document_attention import DocumentAttention, check_direction, check_documents
 from portable.model.labels import classifies_last_position
 from portable.model.rotations import check_rotations
 from portable.private.of_transformers import no_value_checks
@@ -156,7 +156,9 @@ def compute_alone(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[tor
         if pair.task == "seq2seq-lm":
             inputs["decoder_input_ids"] = text.flip(0)[None]
         with torch.no_grad():
-            results.append(copy.deepcopy(model)(**inputs).logits[0])
+            logits = copy.deepcopy(model)(**inputs).logits[0]
+        # Perceiver returns a fixed number of positions.
+        results.append(logits[: len(text)] if logits.dim() > 1 else logits)
     return results
 
 
@@ -170,6 +172,8 @@ def _compute_batch(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def compute_padded(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the logits of all texts in one batch with padding, as the samples of a task have it."""
     check_rotations(model.config, pair.task, "model")
+    if pair.task in ("causal-lm", COMPOSITE):
+        check_direction(model)
     rows = [text.numpy() for text in texts]
     ids, mask = (torch.from_numpy(values) for values in pad_rows(rows, SEQ_LEN, PAD))
     if pair.task == "sequence-classification" and classifies_last_position(model.config):

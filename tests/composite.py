@@ -168,6 +168,9 @@ _OTHER: dict[str, dict[str, Any]] = {
         "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
         "text_config": _LINEAR,
     },
+    # Published configs have it, and the classes of transformers have no default.
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 4},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 4},
     "qwen3_omni_moe": {
         "talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 64}}
     },

@@ -129,9 +129,15 @@ def tiny_config(model_type: str, task: str | None = None) -> dict[str, Any]:
 
     default = AutoConfig.for_model(model_type)
     settings = {"model_type": model_type, **_small(default)}
-    if model_type == "reformer" and task == "causal-lm":
-        settings["is_decoder"] = True
+    if task == "causal-lm":
+        settings |= {name: value for name, value in _CAUSAL.items() if hasattr(default, name)}
+        if model_type == "reformer":
+            settings["is_decoder"] = True
     return settings
+
+
+_CAUSAL: dict[str, Any] = {"is_decoder": True, "causal": True, "attn_type": "uni"}
+"""Settings without which models of these types attend in both directions."""
 
 
 def _small(config: Any) -> dict[str, Any]:

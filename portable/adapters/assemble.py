@@ -9,7 +9,7 @@ from portable.data.dataset import inspect_data
 from portable.data.sources.opening import recognise_format
 from portable.errors import MissingDataError
 from portable.model import build as models
-from portable.model.document_attention import check_documents, choose_packing
+from portable.model.document_attention import check_direction, check_documents, choose_packing
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
 from portable.model.model_terms import counts_last_tokens
@@ -74,6 +74,8 @@ def assemble(
 
         adapter = adapt(model, model_config, config, grown_from)
     groups_of(model, config.train)  # refuses patterns that do not fit
+    if config.model.task == "causal-lm":
+        check_direction(model)
     if config.data.packing == "documents":
         check_documents(model, seq_len=config.data.seq_len)
     check_sharing(model, config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,12 +192,17 @@ class _Errors:
         valid = ~labels.isnan()
         labels = torch.where(valid, labels, 0.0)
         errors = torch.where(valid, outputs.logits.double().reshape(labels.shape) - labels, 0.0)
+        squares = labels.square()
+        # The square of a float32 value in two parts, whose sums have no rounding errors.
+        high = squares.float().double()
+        high = torch.where(high.isfinite(), high, 0.0)
         return {
             "count": valid.sum(dim=0),
             "absolute": errors.abs().sum(dim=0),
             "squared": errors.square().sum(dim=0),
             "sum": labels.sum(dim=0),
-            "labels squared": labels.square().sum(dim=0),
+            "high parts of squares": high.sum(dim=0),
+            "low parts of squares": (squares - high).sum(dim=0),
         }
 
 
@@ -230,17 +237,28 @@ class R2(_Errors):
     names = ("r2",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        squared, labels_squared, count = totals["squared"], totals["labels squared"], totals["count"]
-        variance = labels_squared - totals["sum"] * divided(totals["sum"], count)
-        # The difference of equal sums is not exactly zero.
-        varies = variance > _ROUNDING * labels_squared
-        constant = torch.where(squared > 0, 0.0, 1.0)
-        values = torch.where(varies, 1 - divided(squared, variance), constant)
-        return {"r2": float(torch.where(count < 2, torch.nan, values).mean())}
+        names = "squared", "count", "sum", "high parts of squares", "low parts of squares"
+        columns = list(zip(*(totals[name].tolist() for name in names), strict=True))
+        return {"r2": sum(_compute_r2(*column) for column in columns) / len(columns)}
 
 
-_ROUNDING = 1e-12
-"""Relative size of differences between sums of float32 values that are rounding errors."""
+def _compute_r2(squared: float, count: float, total: float, high: float, low: float) -> float:
+    """Compute the coefficient of determination of one output.
+
+    Args:
+        squared: Sum of the squared errors.
+        count: Number of labels.
+        total: Sum of the labels.
+        high: Sum of the high parts of the squared labels.
+        low: Sum of the low parts of the squared labels.
+    """
+    if count < 2 or not all(map(math.isfinite, (squared, total, high, low))):
+        return math.nan
+    # Floats would lose the variance of labels that are large and vary little.
+    variance = float(Fraction(high) + Fraction(low) - Fraction(total) ** 2 / int(count))
+    if variance > 0:
+        return 1 - squared / variance
+    return 0.0 if squared > 0 else 1.0
 
 
 _PERPLEXITY: Callable[[Setting], Metric] = lambda _: Perplexity()  # noqa: E731

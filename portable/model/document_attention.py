@@ -210,6 +210,41 @@ def _masks_of(kernel: str) -> Any:
     return mask_functions().get(kernel, None)
 
 
+_DIRECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "is_decoder": ((False,), "true"),
+    "use_bidirectional_attention": ((True, "all"), "false"),
+    "causal": ((False,), "true"),  # XLM
+    "attn_type": (("bi",), "uni"),  # XLNet
+}
+"""Settings of the text config that select attention in both directions: such values, and a causal value."""
+_NEVER_CAUSAL = ("cpmant",)
+"""Model types whose attention is always in both directions."""
+
+
+def check_direction(model: PreTrainedModel) -> None:
+    """Raise UserError if a causal language model attends to later tokens, because it would see its labels.
+
+    Args:
+        model: The model, on the meta device.
+    """
+    text: Any = model.config.get_text_config()
+    name = f"model: {type(model).__name__} attends in both directions"
+    for setting, (values, causal) in _DIRECTIONS.items():
+        value = getattr(text, setting, None)
+        if not any(value is other or (value == other and value) for other in values):
+            continue
+        if setting == "is_decoder" and _is_causal(model):
+            continue  # GPT-NeoX is causal anyway
+        path = "model.config" if text is model.config else "text_config in model.config"
+        shown = str(value).lower()
+        raise UserError(
+            f"{name} ({setting}: {shown}), so each token sees its own label; set {setting}: {causal} in "
+            f"{path}, or choose another model.task"
+        )
+    if model.config.model_type in _NEVER_CAUSAL:
+        raise UserError(f"{name}, so each token sees its own label; choose another model")
+
+
 def _is_causal(model: PreTrainedModel) -> bool:
     """Whether every mask that ``model``, on the meta device, makes in a forward pass is causal."""
     causal: list[bool] = []

@@ -344,7 +344,10 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
         return None
     kind = config.data.format
     if getattr(loss, "sequences", 1) > config.data.sequences and kind not in ("auto", "samples"):
-        raise UserError(f"{key}: needs pairs, and data.format is {kind}; give it records of preferences")
+        raise UserError(
+            f'{key}: needs pairs, and data.format is {kind}; write records like {{"prompt": ..., "chosen": '
+            '..., "rejected": ...}, or map the fields by data.columns, such as {chosen: NAME, rejected: NAME}'
+        )
     if getattr(loss, "whole", False) and config.data.packing and kind != "auto":
         raise UserError(f"{key}: needs whole sequences; set data.packing to false")
     return TrainingLoss(key, loss, in_evaluation=train.loss is not None, sources=sources)

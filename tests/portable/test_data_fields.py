@@ -112,6 +112,17 @@ def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:
     assert data.tokenizer.decode(data.train[0]["input_ids"], skip_special_tokens=True) == "w1 w2 w3"
 
 
+def test_two_texts_of_a_classifier_are_named(tmp_path: Path) -> None:
+    """Reading only the first text would train on half of each record."""
+    rows = [
+        {"premise": "a b", "hypothesis": "b", "label": 1},
+        {"premise": "a", "hypothesis": "c", "label": 0},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(UserError, match=r"to the one to read, and data\.text_pair_field to a second text"):
+        build_classifier_data(path, tmp_path)
+
+
 # -- labels, blank records and rendered texts ---------------------------------------------------------------
 
 PANDAS = {

@@ -20,6 +20,7 @@ from portable.model.document_attention import (
     LAYERS_THAT_KEEP_DOCUMENTS_APART,
     LAYERS_WITH_STATE,
     OTHER_LAYERS,
+    check_direction,
     check_documents,
     explain_mixing,
 )
@@ -262,3 +263,55 @@ def test_a_model_that_cannot_is_refused_by_name(
         model = tiny("llama")
         model.config._attn_implementation = "org/other"
         check_documents(model)
+
+
+def sees_later_tokens(model: Any) -> bool:
+    """Whether another last token changes the logits of earlier tokens."""
+    tokens = torch.randint(5, 300, (1, 12))
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 7) % 290 + 5
+    with torch.no_grad():
+        logits, others = (model(input_ids=ids).logits[:, :-1] for ids in (tokens, changed))
+    return float((logits - others).abs().max()) > 1e-5 * float(logits.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "remedy"),
+    [
+        ("bert", {"is_decoder": False}, "set is_decoder: true in model.config"),
+        ("bert", {"is_decoder": True}, None),
+        ("roformer", {"is_decoder": False}, "set is_decoder: true in model.config"),  # masks of its own
+        ("rembert", {"is_decoder": True}, None),
+        ("gpt_neox", {"is_decoder": False}, None),
+        ("llama", {"is_decoder": False}, None),
+        ("xlm", {"causal": False}, "set causal: true in model.config"),
+        ("xlm", {"causal": True}, None),
+        ("xlnet", {"attn_type": "bi"}, "set attn_type: uni in model.config"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "set use_bidirectional_attention: false in model",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": False}, None),
+        ("cpmant", {}, "choose another model"),
+        ("bart", {}, None),
+    ],
+)
+def test_a_causal_model_that_sees_its_labels_is_refused(
+    model_type: str, settings: dict[str, Any], remedy: str | None
+) -> None:
+    config = transformers.AutoConfig.for_model(**{**tiny_config(model_type, "causal-lm"), **settings})
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.config.use_cache = False
+    assert sees_later_tokens(model) == (remedy is not None)
+    with torch.device("meta"):
+        on_meta = transformers.AutoModelForCausalLM.from_config(config)
+    if remedy is None:
+        check_direction(on_meta)
+    else:
+        with pytest.raises(UserError, match=f"attends in both directions.*; {remedy}"):
+            check_direction(on_meta)

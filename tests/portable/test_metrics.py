@@ -121,12 +121,75 @@ def test_numbers(outputs: int, size: int) -> None:
         ([[0.1, 0.7]], [[0.1, 0.7]], math.nan),
         ([[1e4, 0.0], [1e4 + 1, 2.0]], [[1e4, 0.0], [1e4 + 1, 2.0]], 1.0),
         ([[1e4, 0.0], [1e4 + 1, 2.0]], [[1e4 + 0.5, 1.0]] * 2, 0.0),
+        ([[1e6], [1e6 + 1]] * 50, [[1e6 + 0.25], [1e6 + 0.75]] * 50, 0.75),  # large, and vary little
+        ([[1e30], [2e30]], [[1e30], [2e30]], 1.0),
+        ([[0.1]] * 999, [[0.2]] * 999, 0.0),
+        ([[0.3]] * 3, [[math.nan]] * 3, math.nan),
     ],
 )
 @pytest.mark.parametrize("size", [1, 4])
 def test_r2_of_degenerate_labels_matches_sklearn(labels: Any, predictions: Any, r2: float, size: int) -> None:
     values = values_of(Setting(REGRESSION), torch.tensor(predictions), torch.tensor(labels), size)
     assert values["r2"] == pytest.approx(r2, abs=1e-6, nan_ok=True)
+
+
+DEGENERATE: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "constant, wrong": (REGRESSION, [[3.0]] * 5, [[1.0], [2.0], [3.0], [4.0], [5.0]]),
+    "constant, right": (REGRESSION, [[3.0]] * 5, [[3.0]] * 5),
+    "two outputs, one constant": (REGRESSION, [[3.0, 1.0], [3.0, 2.0]], [[3.0, 1.0], [3.5, 2.5]]),
+    "two samples": (REGRESSION, [[1.0], [2.0]], [[5.0], [-5.0]]),
+    "large values that vary little": (REGRESSION, [[1e6 + i / 8] for i in range(9)], [[1e6]] * 9),
+    "far from the labels": (REGRESSION, [[0.5], [0.25], [0.125]], [[1e10], [-1e10], [0.0]]),
+    "zeros": (REGRESSION, [[0.0]] * 3, [[0.0]] * 3),
+    "one class, right": (SINGLE, [1] * 4, [1] * 4),
+    "one class, wrong": (SINGLE, [1] * 4, [2] * 4),
+    "one sample": (SINGLE, [0], [3]),
+    "a class that is only predicted": (SINGLE, [0, 1, 0, 1], [0, 3, 0, 3]),
+    "a class that is never predicted": (SINGLE, [0, 1, 2, 2], [0, 0, 0, 0]),
+    "no class at all": (MULTI, [[0.0] * 3] * 3, [[-1.0] * 3] * 3),
+    "no class, all predicted": (MULTI, [[0.0] * 3] * 3, [[1.0] * 3] * 3),
+    "all classes, none predicted": (MULTI, [[1.0] * 3] * 3, [[-1.0] * 3] * 3),
+    "one text of several classes": (MULTI, [[1.0, 0.0, 1.0]], [[1.0, 1.0, -1.0]]),
+    "a class without texts": (MULTI, [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]], [[1.0, -1.0, -1.0]] * 2),
+}
+
+
+@pytest.mark.large("sklearn")
+@pytest.mark.parametrize("case", DEGENERATE)
+@pytest.mark.parametrize("size", [1, 4])
+def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
+    from sklearn import metrics
+
+    problem, labels, predictions = DEGENERATE[case]
+    truth: dict[str, Any]
+    if problem == REGRESSION:
+        names = "mean_squared_error", "mean_absolute_error", "r2_score"
+        mse, mae, r2 = (getattr(metrics, name)(labels, predictions) for name in names)
+        truth = {"mse": mse, "mae": mae, "r2": r2}
+        values = values_of(Setting(problem), torch.tensor(predictions), torch.tensor(labels), size)
+    elif problem == SINGLE:
+        each = metrics.f1_score(labels, predictions, labels=range(4), average=None, zero_division=0)
+        truth = {
+            "accuracy": metrics.accuracy_score(labels, predictions),
+            "f1": metrics.f1_score(labels, predictions, average="macro", zero_division=0),
+            **{f"f1.{name}": value for name, value in zip(NAMES, each, strict=True)},
+        }
+        logits = functional.one_hot(torch.tensor(predictions), 4).float()
+        values = values_of(Setting(problem, NAMES), logits, torch.tensor(labels), size)
+        counts = metrics.confusion_matrix(labels, predictions, labels=range(4)).tolist()
+        assert values["confusion"]["counts"] == counts
+    else:
+        chosen = [[int(value > 0) for value in row] for row in predictions]
+        each = metrics.f1_score(labels, chosen, average=None, zero_division=0)
+        truth = {
+            "accuracy": metrics.accuracy_score(labels, chosen),
+            "f1_micro": metrics.f1_score(labels, chosen, average="micro", zero_division=0),
+            "f1_macro": metrics.f1_score(labels, chosen, average="macro", zero_division=0),
+            **{f"f1.{name}": value for name, value in zip(NAMES, each, strict=False)},
+        }
+        setting = Setting(problem, NAMES[:3])
+        values = values_of(setting, torch.tensor(predictions), torch.tensor(labels), size)
+    assert {name: values[name] for name in truth} == pytest.approx(truth, rel=1e-6, abs=1e-12)
 
 
 def test_f1_of_absent_classes_matches_sklearn() -> None:

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.documents import ANSWERING, Document, RecordError, kind_of, listed, valid
+from portable.data.sources.documents import (
+    ANSWERING,
+    Document,
+    RecordError,
+    find_value,
+    kind_of,
+    list_fields,
+    listed,
+    valid,
+)
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -56,6 +65,9 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "inputs", "user", "human")
 _ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "outputs", "assistant", "gpt")
 """Names of fields that are recognized as a question or its answer, used in error messages."""
+_CONTEXTS = ("input", "context")
+"""Names of fields with more input for a question."""
+_FIELDS_OF_PAIR = 3
 
 
 @dataclass(frozen=True)
@@ -152,20 +164,37 @@ def _check_other_names(row: Mapping[str, Any], where: str) -> None:
 
     Reading one of these fields as a text would train on half of the record.
     """
-    turns = next((name for name, value in row.items() if _parse_turns(value)), None)
     names = {str(name).lower(): name for name in row}
-    question = next(
-        (names[name] for name in _QUESTIONS if isinstance(row.get(names.get(name, "")), str)), None
+    texts = [name for name in list_fields(row) if isinstance(find_value(row, name), str)]
+    question, answer = (
+        next((names[name] for name in usual if names.get(name) in texts), None)
+        for usual in (_QUESTIONS, _ANSWERS)
     )
-    answer = next((names[name] for name in _ANSWERS if isinstance(row.get(names.get(name, "")), str)), None)
+    more = next((names[name] for name in _CONTEXTS if names.get(name) in texts), None)
+    turns = next((name for name, value in row.items() if _parse_turns(value)), None)
+    strings = next((name for name, value in row.items() if _is_list_of_strings(value)), None)
     if turns is not None:
         form = "conversations" if _from_value(_parse_turns(row[turns])) else "messages"
         what, remedy = f"{turns!r} has the turns of a conversation", f"{{{form}: {turns}}}"
     elif question is not None and answer is not None:
         what = f"{question!r} and {answer!r} look like a question and its answer"
+        context = f", input: {more}" if more not in (None, question, answer) else ""
         remedy = (
-            f"{{instruction: {question}, output: {answer}}} for the chat template, or to "
+            f"{{instruction: {question}{context}, output: {answer}}} for the chat template, or to "
             f"{{prompt: {question}, completion: {answer}}} for plain text"
+        )
+    elif strings is not None:
+        raise _refused(
+            where,
+            f"{strings} is a list of strings, not the turns of a conversation or one text; write it as "
+            f"{EXPECTED['messages']}, or as a string",
+        )
+    elif len(texts) > 1:
+        pairs = "" if len(texts) < _FIELDS_OF_PAIR else ", to {prompt: A, chosen: B, rejected: C} for pairs"
+        raise UserError(
+            f"data.columns: {where}: no field 'text', and the fields are {listed(list_fields(row))}; set "
+            f"data.columns to {{prompt: A, completion: B}} or {{instruction: A, output: B}} to train on B as "
+            f"the answer to A{pairs}, or set data.text_field to train on one field only"
         )
     else:
         return
@@ -173,6 +202,10 @@ def _check_other_names(row: Mapping[str, Any], where: str) -> None:
         f"data.columns: {where}: {what}, which no format of data.format names so (the fields are "
         f"{listed(map(str, row))}); set data.columns to {remedy}"
     )
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], str)
 
 
 def _parse_turns(value: Any) -> list[Any]:
@@ -248,7 +281,8 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
     messages: list[Message] = []
     for at, turn in enumerate(_list(row, "conversations", "sharegpt", where)):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
-            raise _unlike("sharegpt", where, f"message {at + 1} has no from and value")
+            keys = f" (its keys are {listed(map(str, turn))})" if isinstance(turn, Mapping) else ""
+            raise _unlike("sharegpt", where, f"message {at + 1} has no from and value{keys}")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             raise _refused(
@@ -268,6 +302,12 @@ def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Com
         if key not in row:
             raise _build_missing_field_error("prompt_completion", where, key, row)
     prompt, completion = row["prompt"], row["completion"]
+    if row.get("label") is False or str(row.get("label")).lower() == "false":
+        raise _refused(
+            where,
+            "label is false, which marks a completion as a bad example; remove the record, or the field "
+            "label to train on the completion",
+        )
     if isinstance(prompt, str) and isinstance(completion, str):
         for key in (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs"):
             if not is_empty(row.get(key)):
@@ -447,7 +487,8 @@ def _message(message: Any, where: str, at: int) -> Message:
     Parts of a text are joined, tool calls become objects, and a key without a value is left out.
     """
     if not isinstance(message, Mapping) or "role" not in message:
-        raise _unlike("messages", where, f"message {at + 1} has no role")
+        keys = f" (its keys are {listed(map(str, message))})" if isinstance(message, Mapping) else ""
+        raise _unlike("messages", where, f"message {at + 1} has no role{keys}")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _refused(where, f"message {at + 1} has role {role!r}; use {_listed(ROLES)}")

@@ -277,7 +277,8 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
             from portable.data.sources.conversations import documents_in
 
             return documents_in(row, fields.format, where, fields.roles, columns)
-        text = _text_of(row, "text_field", fields.text, where)
+        pairs = fields.label is not None and fields.pair is None
+        text = _text_of(row, "text_field", fields.text, where, pairs=pairs)
         target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
         label = None if fields.label is None else _label_of(row, fields.label, where)
         pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
@@ -303,8 +304,8 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, where: str) -> Mapping
     return {**{name: value for name, value in row.items() if name not in sources}, **values}
 
 
-def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
-    value = _value_of(row, key, name, where)
+def _text_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs: bool = False) -> str:
+    value = _value_of(row, key, name, where, pairs=pairs)
     if not isinstance(value, str):
         raise UserError(
             f"data.{key}: {where}: {name!r} is {kind_of(value)}, not a string; "
@@ -352,26 +353,49 @@ def _one_label(value: Any, name: str, where: str) -> int | float | str:
     return int(value) if isinstance(value, bool) else value
 
 
-def _value_of(row: Mapping[str, Any], key: str, name: str, where: str) -> Any:
+_MISSING = object()
+
+
+def find_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return the value of a field. A dotted name may be a path to a nested field."""
     if name in row:
         return row[name]
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            break
+            return default
         value = value[part]
-    else:
+    return value
+
+
+def _value_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs: bool = False) -> Any:
+    """Return the value of a field.
+
+    Args:
+        row: The record.
+        key: The setting that names the field, without ``data.``.
+        name: The name of the field.
+        where: The record's place in its source, used in error messages.
+        pairs: Whether a classifier may read a second text.
+
+    Raises:
+        UserError: if the record has no such field.
+    """
+    value = find_value(row, name, _MISSING)
+    if value is not _MISSING:
         return value
-    fields = list(_fields_of(row))
+    fields = list(list_fields(row))
     near = get_close_matches(name, fields, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the one to read"
+    if pairs and not near and sum(isinstance(find_value(row, field), str) for field in fields) > 1:
+        hint += ", and data.text_pair_field to a second text that the label is about"
     raise UserError(
         f"data.{key}: {where}: no field {name!r}; the fields are {listed(fields) or 'none'}{hint}"
     )
 
 
-def _fields_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the fields, with nested fields as dotted names."""
+def list_fields(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the fields, with nested fields as dotted names."""
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{name}.{inner}" for inner in value)
