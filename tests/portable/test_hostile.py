@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pytest
+from isal import igzip
 from pyarrow import parquet
 
 from converters.cli import main as convert
@@ -319,6 +324,42 @@ def one_cell(folder: Path) -> Path:
     return folder / "cell.parquet"
 
 
+def flipped(folder: Path) -> Path:
+    """Write a compressed file with a flipped bit, for which the decompressor raises a class of its own."""
+    rows = b"".join(b'{"text": "words number %d of many, %d"}\n' % (n * 7919 % 10007, n) for n in range(3000))
+    whole, random = gzip.compress(rows, mtime=0), Random(1)
+    while True:
+        damaged = bytearray(whole)
+        damaged[random.randrange(20, len(whole) - 10)] ^= 1 << random.randrange(8)
+        try:
+            igzip.IGzipFile(fileobj=io.BytesIO(damaged)).read()
+        except (OSError, EOFError, zlib.error):
+            continue
+        except Exception:
+            (folder / "a.jsonl.gz").write_bytes(damaged)
+            return folder / "a.jsonl.gz"
+
+
+def arrow_of_bytes(folder: Path) -> Path:
+    """Save a dataset whose texts are not UTF-8."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["abcdefgh" * 8]}).save_to_disk(str(folder))
+    path = next(folder.glob("*.arrow"))
+    path.write_bytes(path.read_bytes().replace(b"abcdefgh", b"\xff\xfe\xfdd\xfff\xfeg"))
+    return folder
+
+
+def written(name: str, text: str) -> Callable[[Path], Path]:
+    """Return a function that writes a file."""
+
+    def write(folder: Path) -> Path:
+        (folder / name).write_text(text)
+        return folder / name
+
+    return write
+
+
 def hidden_link(name: str, text: str) -> Callable[[Path], Path]:
     """Return a function that makes a folder whose card names a hidden link to the secret."""
 
@@ -379,6 +420,18 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         shards("mds_bytes_zstd", {"bytes": 1 << 32}, bytes(400_000)),
         "more than 64 times its 400,000 bytes",
     ),
+    "flipped bit": (flipped, "a.jsonl.gz: cannot read it .IsalError"),
+    "bytes in arrow": (arrow_of_bytes, "it is not UTF-8 text"),
+    "index, compression": (shards("mds_bytes_zstd", compression=None), "index.json: cannot read it"),
+    "index, length": (shards("mds", {"bytes": math.inf}), "index.json: cannot read it .cannot convert float"),
+    "index, columns": (shards("mds", column_names=None), "index.json: cannot read it"),
+    "index, encodings": (shards("mds", column_encodings=[]), "index.json: cannot read it"),
+    "index, hashes": (shards("mds", {"hashes": ["sha1"]}), "cannot read it .*; copy it again"),
+    "index, sizes": (shards("mds", column_sizes=7), "cannot read it .*; copy it again"),
+    "index, empty": (
+        lambda folder: written("index.json", '{"shards": []}')(folder).parent,
+        "lists no shards",
+    ),
     "overlap": (shards("mds", column_sizes=[1024, -1024]), r"its columns have the sizes \[1024, -1024\]"),
 }
 
@@ -402,6 +455,20 @@ def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, s
             pytest.fail(f"read {found[:60]}")
     line = str(refused.value)
     assert line.startswith("data.source: ") and line.isprintable()
+
+
+LONG_NUMBER = "1" + "0" * 400
+
+
+@pytest.mark.parametrize("key", ["data.columns", "data.label_field"])
+def test_integers_of_any_length_are_refused_with_their_record(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "words", "label": {LONG_NUMBER}, "weight": {LONG_NUMBER}}}\n')
+    labelled = key == "data.label_field"
+    more: dict[str, Any] = {"label_field": "label"} if labelled else {"columns": ("weight",)}
+    opened = source(str(path), "sequence-classification" if labelled else "causal-lm", **more)
+    with pytest.raises(UserError, match=r"a.jsonl:1: "):
+        list(opened.documents())
 
 
 # -- templates -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.errors import MistakesError, UserError
+from portable.errors import MistakesError, UserError, one_line
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -285,6 +285,12 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
     except UserError as error:
         fields.reject(error)
         return []
+    except Exception as error:  # values that JSON allows and that fit no number, such as 400 digits
+        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+        refusal = UserError(f"data.source: {where}: cannot use this record ({reason}); correct or remove it")
+        refusal.__cause__ = error
+        fields.reject(refusal)
+        return []
     if not text.strip() or (target is not None and not target.strip()):
         fields.blank.count += 1
         return []
@@ -349,6 +355,10 @@ def _one_label(value: Any, name: str, where: str) -> int | float | str:
         raise UserError(
             f"data.label_field: {where}: {name!r} is {shown}, not a class (an integer or a string), a number "
             "or a list of these; choose a column of labels"
+        )
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise UserError(
+            f"data.label_field: {where}: {name!r} is an integer of more than 64 bits; use smaller classes"
         )
     return int(value) if isinstance(value, bool) else value
 

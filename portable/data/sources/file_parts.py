@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from converters.storage.path_or_url import in_store
 from portable.data.sources.documents import digest_of
 from portable.data.sources.parquet_rows import parquet_file, rows_of
-from portable.data.sources.rows import json_row, reading
+from portable.data.sources.reading import reading
+from portable.data.sources.rows import json_row
 from portable.data.sources.source import Source, SourceSettings
 from portable.paths import open_file
 
@@ -73,13 +74,6 @@ class FilePart(Source):
     def _pieces(self) -> Iterator[bytes]:
         """All bytes that decide what the records are."""
 
-    @abstractmethod
-    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]: ...
-
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        with reading(self._path):
-            yield from self._rows()
-
     def _open(self) -> io.RawIOBase:
         if not in_store(self._path):
             return open_file(self._path)
@@ -103,7 +97,7 @@ class LinesBetween(FilePart):
                 yield at, line
                 at += len(line)
 
-    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, (at, line) in enumerate(self._lines(), start=1):
             where = f"{self._path}, byte {at}" if self._start else f"{self._path}:{number}"
             if (row := json_row(line, where, self.fields)) is not None:
@@ -133,7 +127,7 @@ class RowGroupsBetween(FilePart):
                         yield piece
                         left -= len(piece)
 
-    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         with self._parquet() as (file, groups):
             yield from rows_of(file, groups, self._path, self.fields)
 

@@ -18,7 +18,8 @@ from portable.data.sources.documents import Document, changed_meanwhile, digest_
 from portable.data.sources.file_parts import PARTS
 from portable.data.sources.hub_files import files_of_folder
 from portable.data.sources.listing import local_files, remote_files
-from portable.data.sources.rows import reading, records_of, texts_of, unreadable
+from portable.data.sources.reading import reading, unreadable
+from portable.data.sources.rows import records_of, texts_of
 from portable.data.sources.source import Shard, Source, SourceSettings
 from portable.errors import MissingDataError, UserError
 from portable.paths import open_file, storage_errors
@@ -133,7 +134,7 @@ class Files(Source):
                 if not left:
                     return
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for path in self._files:
             if _is_text(path):
                 return

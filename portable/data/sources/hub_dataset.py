@@ -57,7 +57,7 @@ class HubDataset(Source):
         names = getattr(getattr(feature, "feature", feature), "names", None)
         return None if names is None else tuple(map(str, names))
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, row in enumerate(self._rows(), start=1):
             yield f"{self.name}: row {number}", without_nulls(row)
 

@@ -71,7 +71,9 @@ def read_index(place: Place) -> Index:
             raise ValueError(f"format {found['format']}, not {FORMAT}")
         shards = tuple((int(n), int(tokens), str(print_)) for n, tokens, print_ in found["shards"])
         return Index(str(found["made"]), found["kind"], shards)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # the file may hold any values
         raise UserError(
             f"data.source: {place / INDEX}: damaged ({one_line(error)}); run portable-data again"
         ) from error
@@ -105,7 +107,7 @@ class PreparedTokens(TokenSource):
     def digest(self) -> str:
         return digest_of(read_index(self._place).text())
 
-    def tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
         """None of its own: its shards have them."""
         return iter(())
 
@@ -153,7 +155,7 @@ class PreparedShard(TokenSource):
     def check(self) -> None:
         """A no-op: the list of shards was read."""
 
-    def tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
         """None to copy: see :meth:`tokenized_in`."""
         return iter(())
 

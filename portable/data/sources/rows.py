@@ -5,40 +5,19 @@ from __future__ import annotations
 import io
 import json
 import re
-import zlib
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.compression import decompressed, format_of
 from portable.data.sources.documents import PIECE_CHARS, Document, Fields
 from portable.data.sources.library import csv_rows
 from portable.data.sources.parquet_rows import parquet_file, rows_of
+from portable.data.sources.reading import reading
 from portable.errors import UserError, one_line
-from portable.paths import open_file, storage_errors
+from portable.paths import open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
-
-
-def unreadable(name: object, error: OSError) -> UserError:
-    return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror or error)}")
-
-
-@contextmanager
-def reading(name: object) -> Iterator[None]:
-    """Convert errors of reading the file ``name`` to UserError."""
-    with storage_errors("data.source"):
-        try:
-            yield
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"data.source: {name}: it is not UTF-8 text; convert it (iconv -t utf-8)"
-            ) from error
-        except (EOFError, zlib.error) as error:
-            raise UserError(f"data.source: {name}: {one_line(error)}; copy the file again") from error
-        except OSError as error:
-            raise unreadable(name, error) from error
 
 
 def texts_of(path: Path, name: str, split: str) -> Iterator[Document]:

@@ -63,6 +63,8 @@ def pieces_of(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
         UserError: if they have no tokens.
     """
     try:
+        if not index.get("shards", index.get("chunks")):
+            raise ValueError("it lists no shards")
         if "shards" in index:
             return [_of_mosaic(shard, name) for shard in index["shards"]]
         config = index["config"]
@@ -79,7 +81,9 @@ def pieces_of(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
             {"file": name_inside(one["filename"]), "dtype": dtype, "heads": 0, "before": 0, "bytes": None}
             for one in index["chunks"]
         ]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # the file may hold any values
         raise UserError(
             f"data.source: {name}/index.json: cannot read it ({one_line(error)}); copy it again"
         ) from error
@@ -154,7 +158,7 @@ class ShardedTokens(TokenSource):
         if not self.downloads:
             self._contents(self._pieces[0])
 
-    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
         for piece in self._pieces:
             with self._reading(piece):
                 documents = _documents(self._contents(piece), piece)
@@ -192,7 +196,9 @@ class ShardedTokens(TokenSource):
     def _reading(self, piece: dict[str, Any]) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, IndexError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # the index may hold any values
             path = self._place / piece["file"]
             raise UserError(
                 f"data.source: {path}: cannot read it ({one_line(error)}); copy it again"
@@ -334,7 +340,7 @@ class SavedTokens(TokenSource):
             )
         return found.select_columns([column]).with_format("arrow"), column
 
-    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
         rows, column = self._opened()
         for table in rows.iter(_BATCH):
             values = table[column].combine_chunks()

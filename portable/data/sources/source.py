@@ -33,6 +33,7 @@ from portable.data.sources.documents import (
     rename_fields,
     text_only,
 )
+from portable.data.sources.reading import reading
 from portable.errors import MissingDataError, MistakesError, RunError, UserError
 from portable.paths import default_cache_dir
 
@@ -243,7 +244,16 @@ class Source(ABC):
         return recognise(rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0])
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the place and the columns of each record; nothing for plain text."""
+        """Yield the place and the columns of each record; nothing for plain text.
+
+        Raises:
+            UserError: If a file is damaged. Subclasses read in :meth:`_read_rows`, whose exceptions are
+                converted here.
+        """
+        with reading(self.name):
+            yield from self._read_rows()
+
+    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return iter(())
 
     def documents(self) -> Iterator[Document]:
@@ -253,7 +263,8 @@ class Source(ABC):
             UserError: naming all records that cannot be read, if there are any.
         """
         try:
-            yield from self._read_documents()
+            with reading(self.name):
+                yield from self._read_documents()
         except RecordError as error:
             raise self.collect_errors(error) from error
 
@@ -380,7 +391,6 @@ class TokenSource(Source):
             f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
         )
 
-    @abstractmethod
     def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
         """Yield tokens, and how many of them there are up to each end of a document from the end before.
 
@@ -390,3 +400,10 @@ class TokenSource(Source):
             vocab_size: of the tokenizer, which all tokens must be below.
             end: the token after which a document ends, where the files do not tell.
         """
+        with reading(self.name):
+            yield from self._read_tokens(vocab_size, end)
+
+    @abstractmethod
+    def _read_tokens(
+        self, vocab_size: int, end: int | None
+    ) -> Iterator[tuple[npt.NDArray[Any], list[int]]]: ...

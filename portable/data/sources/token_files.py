@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.sources.files import file_digest
-from portable.data.sources.rows import unreadable
+from portable.data.sources.reading import unreadable
 from portable.data.sources.source import Shard, SourceSettings, TokenSource
 from portable.errors import MissingDataError, UserError
 from portable.paths import open_file
@@ -92,7 +92,7 @@ class TokenFiles(TokenSource):
         for path in self._files:
             _layout(path)
 
-    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
         for path in self._files:
             yield from _tokens_of(path, vocab_size, end)
 

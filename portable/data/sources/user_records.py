@@ -65,7 +65,7 @@ class UserRecords(Source):
         if self.settings.data.format != FINISHED:  # those are checked when they are counted
             super().check()
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         told = f"data.source: {self.name}"
         with plugins.user_code_errors(told):
             found = self.records
