@@ -324,15 +324,16 @@ def one_cell(folder: Path) -> Path:
     return folder / "cell.parquet"
 
 
-def flipped(folder: Path) -> Path:
+def write_flipped(folder: Path) -> Path:
     """Write a compressed file with a flipped bit, for which the decompressor raises a class of its own."""
     rows = b"".join(b'{"text": "words number %d of many, %d"}\n' % (n * 7919 % 10007, n) for n in range(3000))
     whole, random = gzip.compress(rows, mtime=0), Random(1)
+    opener: Any = igzip.IGzipFile
     while True:
         damaged = bytearray(whole)
         damaged[random.randrange(20, len(whole) - 10)] ^= 1 << random.randrange(8)
         try:
-            igzip.IGzipFile(fileobj=io.BytesIO(damaged)).read()
+            opener(fileobj=io.BytesIO(damaged)).read()
         except (OSError, EOFError, zlib.error):
             continue
         except Exception:
@@ -340,7 +341,7 @@ def flipped(folder: Path) -> Path:
             return folder / "a.jsonl.gz"
 
 
-def arrow_of_bytes(folder: Path) -> Path:
+def write_arrow_of_bytes(folder: Path) -> Path:
     """Save a dataset whose texts are not UTF-8."""
     import datasets
 
@@ -350,7 +351,7 @@ def arrow_of_bytes(folder: Path) -> Path:
     return folder
 
 
-def written(name: str, text: str) -> Callable[[Path], Path]:
+def write_file(name: str, text: str) -> Callable[[Path], Path]:
     """Return a function that writes a file."""
 
     def write(folder: Path) -> Path:
@@ -420,8 +421,8 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         shards("mds_bytes_zstd", {"bytes": 1 << 32}, bytes(400_000)),
         "more than 64 times its 400,000 bytes",
     ),
-    "flipped bit": (flipped, "a.jsonl.gz: cannot read it .IsalError"),
-    "bytes in arrow": (arrow_of_bytes, "it is not UTF-8 text"),
+    "flipped bit": (write_flipped, "a.jsonl.gz: cannot read it .IsalError"),
+    "bytes in arrow": (write_arrow_of_bytes, "it is not UTF-8 text"),
     "index, compression": (shards("mds_bytes_zstd", compression=None), "index.json: cannot read it"),
     "index, length": (shards("mds", {"bytes": math.inf}), "index.json: cannot read it .cannot convert float"),
     "index, columns": (shards("mds", column_names=None), "index.json: cannot read it"),
@@ -429,7 +430,7 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
     "index, hashes": (shards("mds", {"hashes": ["sha1"]}), "cannot read it .*; copy it again"),
     "index, sizes": (shards("mds", column_sizes=7), "cannot read it .*; copy it again"),
     "index, empty": (
-        lambda folder: written("index.json", '{"shards": []}')(folder).parent,
+        lambda folder: write_file("index.json", '{"shards": []}')(folder).parent,
         "lists no shards",
     ),
     "overlap": (shards("mds", column_sizes=[1024, -1024]), r"its columns have the sizes \[1024, -1024\]"),
