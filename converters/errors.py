@@ -51,6 +51,15 @@ def blame(path: object) -> Iterator[None]:
         raise type(error)(f"{path}: {error.args[0]}") from None
 
 
+def raise_unless_panic(error: BaseException) -> None:
+    """Re-raise an exception unless it is a panic of a library in Rust.
+
+    PyO3 turns a panic, which mostly follows from invalid input, into an exception that is not an `Exception`.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
 _USERINFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@]*@", re.IGNORECASE)
 _QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
 _TOKENS = re.compile(

@@ -38,7 +38,7 @@ from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from converters.errors import CheckpointError, blame, printable, redact
+from converters.errors import CheckpointError, blame, printable, raise_unless_panic, redact
 from converters.storage.credentials import LOOKED_FOR, OPTIONS
 from converters.storage.listed import Object
 from converters.storage.store_errors import (
@@ -74,6 +74,10 @@ _MAX_PARTS = 9_000
 _MAX_COPY = 5 << 30
 
 
+_MAX_SETTING = 1_000_000
+"""Largest number of connections, seconds or minutes that can be set."""
+
+
 def timeout() -> float:
     """Seconds without a response after which a request fails (`PORTABLE_STORAGE_TIMEOUT`, default 60)."""
     return max(0.1, _setting("PORTABLE_STORAGE_TIMEOUT", 60))
@@ -101,9 +105,12 @@ def part_bytes(nbytes: int) -> int:
 def _setting(name: str, default: float) -> float:
     text = os.environ.get(name, "")
     try:
-        return float(text) if text else default
+        value = float(text) if text else default
     except ValueError:
-        raise RemoteError(f"{name}: {text!r} is not a number") from None
+        value = -1.0
+    if not 0 <= value <= _MAX_SETTING:
+        raise RemoteError(f"{name}: {text!r} is not a number from 0 to {_MAX_SETTING:,}; correct or unset it")
+    return value
 
 
 def checked(name: str, where: object) -> str:
@@ -165,7 +172,8 @@ def _opened(protocol: str, name: str, seconds: float, quiet: float, environment:
         return made(target, client_options=client, retry_config=retries, **options)
     except RemoteError:
         raise
-    except Exception as error:  # those of obstore, and of the packages that look for credentials
+    except BaseException as error:  # of obstore, and of the packages that look for credentials
+        raise_unless_panic(error)
         raise RemoteError(f"cannot be set up: {reason_of(error)}") from None
 
 
@@ -277,7 +285,8 @@ class RemotePath:
                 return _interruptible(ask)
             except CheckpointError:
                 raise
-            except Exception as error:
+            except BaseException as error:
+                raise_unless_panic(error)
                 _log.debug("%s: %s failed (%s)", self, what, redact(str(error).partition("\n")[0]))
                 failure = translated(str(self), what, error, LOOKED_FOR[self.bucket.protocol])
                 # obstore does not repeat a request whose answer, a small XML, broke off.

@@ -46,7 +46,7 @@ class UnconditionalError(RemoteError):
     """The store has no conditional writes."""
 
 
-def translated(where: str, what: str, error: Exception, looked_for: str) -> Exception:
+def translated(where: str, what: str, error: BaseException, looked_for: str) -> Exception:
     """The exception to raise instead of one of obstore, with a message of one line.
 
     Args:
@@ -85,7 +85,7 @@ def translated(where: str, what: str, error: Exception, looked_for: str) -> Exce
     return RemoteError(f"{url}: cannot {what}: {reason}")
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """The message of an error of obstore in one short line: the store's own words, if it gave any."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     head, said, tail = text.partition("Server returned non-2xx status code: ")

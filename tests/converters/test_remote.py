@@ -160,6 +160,30 @@ def test_ctrl_c_does_not_wait_for_a_store(s3: ObjectStore, folder: RemotePath) -
     s3.heal()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORTABLE_STORAGE_CONNECTIONS", "inf"),
+        ("PORTABLE_STORAGE_TIMEOUT", "inf"),
+        ("PORTABLE_STORAGE_MINUTES", "nan"),
+        ("PORTABLE_STORAGE_MINUTES", "-1"),
+        ("AWS_ENDPOINT_URL", "http://["),  # obstore panics
+    ],
+)
+def test_impossible_settings_of_the_environment_are_one_line(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for key in KEYS:
+        monkeypatch.setenv(key, "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError) as refused:
+        remote.connections()
+        RemotePath.of("s3://bucket/folder").exists()
+    assert "\n" not in str(refused.value)
+    assert name in str(refused.value) or "InvalidUri" in str(refused.value)
+
+
 def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_STORAGE_TOKEN", "abcdef123456")
     for text in (

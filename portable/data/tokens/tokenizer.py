@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
+from converters.errors import raise_unless_panic
 from converters.manifest import MANIFEST
 from portable.data.sources.documents import digest_of, listed
 from portable.errors import UserError, one_line
@@ -79,7 +80,8 @@ def load_tokenizer(
                 "model.trust_remote_code is true; set it if you trust the code, or use another tokenizer"
             ) from error
         raise _unloadable(name_or_path, error) from error
-    except Exception as error:  # damaged files and network failures raise many classes
+    except BaseException as error:  # damaged files and network failures raise many classes
+        raise_unless_panic(error)
         raise _unloadable(name_or_path, error) from error
 
 
@@ -93,7 +95,7 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
         tokenizer.add_tokens(new, special_tokens=True)
 
 
-def _unloadable(name_or_path: str, error: Exception) -> UserError:
+def _unloadable(name_or_path: str, error: BaseException) -> UserError:
     reason = one_line(error)
     reason = reason if len(reason) <= 200 else reason[:197] + "..."
     return UserError(
