@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Main = Callable[[Sequence[str] | None], int]
 
-DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75
+DONE, FAILED, REFUSED, NOT_EXPORTED, STOPPED = 0, 1, 2, 74, 75
 BY_SIGNAL = 128
 INTERRUPTED = BY_SIGNAL + 2
 _NO_ROOM = re.compile("failed to map segment|annot allocate memory")
@@ -29,6 +29,7 @@ EXIT_CODES = {
     DONE: "finished, or reached train.stop_after",
     FAILED: "failed despite valid input (for example, because the disk is full)",
     REFUSED: "invalid input or settings; the `error:` line explains what to change",
+    NOT_EXPORTED: "trained, but final/ could not be written; rerun the same command to export the model",
     STOPPED: "stopped by a signal after saving; rerun the same command to resume",
     BY_SIGNAL: "terminated by signal N without saving; the code is 128 + N (Ctrl-C: 130)",
 }

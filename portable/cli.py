@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import FAILED, REFUSED, command
-from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
+from converters.commands import REFUSED, command
+from portable.errors import ReportedElsewhereError, RunError, UserError, report
 from portable.ranks.ending import ends_with
 from portable.ranks.parent_death import die_with_parent
 from portable.terminal import be_quiet, loading, tell
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except RunError as error:
         report(error)
-        return error.exit_code if isinstance(error, StoppedError) else FAILED
+        return error.exit_code
 
 
 def program() -> int:

@@ -10,7 +10,7 @@ from converters.console import complain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-USER_ERROR, RUN_ERROR = 2, 1
+USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes."""
 REPORTING = 15.0  # seconds that a rank waits at most for the reports of others
 
@@ -21,6 +21,8 @@ class UserError(Exception):
     The command line prints it as one ``error: ...`` line and exits with code 2. Other exceptions are bugs and
     keep their traceback.
     """
+
+    exit_code: int = USER_ERROR
 
 
 class MistakesError(UserError):
@@ -60,6 +62,14 @@ def one_line(text: object) -> str:
 
 class RunError(Exception):
     """A run failed although its input is valid. Printed as one ``error: ...`` line, with exit code 1."""
+
+    exit_code: int = RUN_ERROR
+
+
+class NotExportedError(RunError):
+    """A run is complete, but its model could not be exported. The next start exports it."""
+
+    exit_code = NOT_EXPORTED
 
 
 class StoppedError(RunError):

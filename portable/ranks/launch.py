@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from converters.console import complain
 from portable.errors import (
+    NOT_EXPORTED,
     REPORTING,
     RUN_ERROR,
     USER_ERROR,
+    NotExportedError,
     ReportedElsewhereError,
     RunError,
     StoppedError,
@@ -302,11 +304,10 @@ def _rank_main(
         error.wait()
         os._exit(error.exit_code)
     except (UserError, RunError) as error:
-        code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
-        _report(Path(scratch), code, one_line(error))
+        _report(Path(scratch), error.exit_code, one_line(error))
         # Not sys.exit, which would wait for other threads (a loader, a collective that waits for this rank).
         sys.stdout.flush()
-        os._exit(code)
+        os._exit(error.exit_code)
     except Exception as error:
         message = f"{type(error).__name__}: {one_line(error)} (traceback above)"
         _report(Path(scratch), RUN_ERROR, message, traceback=traceback.format_exc())
@@ -395,6 +396,8 @@ def _as_exception(failure: RankFailure, out_of_memory: bool | None, memory_advic
     if failure.message is not None:
         if failure.exit_code == USER_ERROR:
             return UserError(failure.message)
+        if failure.exit_code == NOT_EXPORTED:
+            return NotExportedError(failure.message)
         if failure.hang:
             return RunError(failure.message)
         return RunError(f"rank {failure.rank} failed first: {failure.message}")

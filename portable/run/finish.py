@@ -10,7 +10,7 @@ import torch
 from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
-from portable.errors import one_line
+from portable.errors import NotExportedError, UserError, one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words, shape_hints
@@ -175,7 +175,12 @@ def finish(
     final: Place | None = None
     if run.complete and prepared.config.checkpoint.export and exported is not None:
         final = place / FINAL
-        export_with_card(prepared, folder, exported, final)
+        try:
+            export_with_card(prepared, folder, exported, final)
+        except UserError as error:
+            raise NotExportedError(
+                f"{one_line(error)}; the run is complete: run the same command again to export the model"
+            ) from error
         for note in _build_untrained_notes(*_list_untrained(prepared)):
             reporter.say(note)
         if prepared.adapter is None and (skipped := prepared.names.skipped_files):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from portable.output.output_dir import Output
     from portable.run.micro_batch import Search
 
+_DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO)
 _IN_THE_WAY = (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 
@@ -190,6 +191,12 @@ def _cannot_write(error: OSError, output: Output) -> RunError | UserError | None
         return RunError(
             f"output_dir: {output.work} cannot be written to: {error.strerror}; free some space and run the "
             f"same command to go on; last good checkpoint: {latest or 'none'}"
+        )
+    if error.errno in _DISK_FAULTS:
+        latest = checkpoints_of(output.place).latest()
+        return RunError(
+            f"output_dir: {output.work} cannot be written to: {error.strerror}; check the file system and "
+            f"run the same command to go on; last good checkpoint: {latest or 'none'}"
         )
     # Something else is in the file's place: a link, a folder, a device.
     path = str(error.filename or "")

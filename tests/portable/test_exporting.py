@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,12 +14,13 @@ from converters.storage.object_store import RemotePath
 from converters.writers import remote_draft as remote_output
 from converters.writers import replace_folder as exchange_module
 from converters.writers.replace_folder import exchange
+from portable.cli import main
 from portable.errors import UserError
 from portable.output.export import export, recover_export
 from portable.run.rank import run_rank
 from tests.object_store import ObjectStore
 from tests.portable.test_durability import dies_after
-from tests.runs import configured
+from tests.runs import configured, flags, tiny
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,46 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     settings = {"train__steps": 1, "data__eval_fraction": 0, "checkpoint__export": False}
     assert run_rank("cpu", configured(folder, corpus, **settings)) == 0
     return folder / "checkpoints" / "step-000001"
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "message"),
+    [
+        (
+            ".final.new",
+            74,
+            "cannot be written: No space left on device; the run is complete: run the same command",
+        ),
+        ("config.yaml", 1, "cannot be written to: No space left on device; free some space and run the same"),
+        ("checkpoints", 1, "No space left on device"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
+    part: str,
+    code: int,
+    message: str,
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = flags(
+        tiny(tmp_path / "run", corpus, train__steps=1, data__eval_fraction=0, log__sample_tokens=0)
+    )
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        if part in Path(f"/proc/self/fd/{file}").readlink().as_posix().partition("/run/")[2]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        assert main(settings) == code
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert main(settings) == 0
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
 def test_it_keeps_what_a_person_put_there(
