@@ -57,13 +57,13 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
     )
     real = os.fsync
 
-    def fsync(file: int) -> None:
+    def fail_to_sync(file: int) -> None:
         if part in Path(f"/proc/self/fd/{file}").readlink().as_posix().partition("/run/")[2]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(file)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fsync)
+        patched.setattr(os, "fsync", fail_to_sync)
         assert main(settings) == code
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
