@@ -432,6 +432,8 @@ def build_plain(pair: Pair) -> Any:
         return build_composite(pair.model_type)
     settings = tiny_config(*pair)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    if pair.task == "sequence-classification":
+        config.num_labels = 2  # the data has two labels
     torch.manual_seed(1)
     return auto_class(pair.task).from_config(config, dtype=torch.float32)
 

@@ -37,7 +37,7 @@ def write_source(
         folder: Folder to write to.
         model: Model of transformers, which is modified.
         corpus: Text file on which the tokenizer is trained.
-        task: Task of the run. A tokenizer for masked language models has a mask token.
+        task: Task of the run. It determines the tokenizer's special tokens.
         dtype: Dtype of the written weights.
 
     Returns:
@@ -55,16 +55,18 @@ def write_source(
     path = folder / "model.safetensors"
     save_file({**load_file(path), NOT_LOADED: torch.ones(3, 5, dtype=dtype)}, path, {"format": "pt"})
     vocab_size = model.config.get_text_config().vocab_size
-    _build_tokenizer(vocab_size, corpus, mask=task == "masked-lm").save_pretrained(folder)
+    _build_tokenizer(vocab_size, corpus, task).save_pretrained(folder)
     return folder
 
 
 @lru_cache(8)
-def _build_tokenizer(vocab_size: int, corpus: Path, *, mask: bool) -> Any:
+def _build_tokenizer(vocab_size: int, corpus: Path, task: str) -> Any:
     from portable.data.dataset import build_data
 
-    settings, task = configured(corpus.parent, corpus).data, "masked-lm" if mask else "causal-lm"
-    return build_data(settings, task=task, model_vocab_size=vocab_size).tokenizer
+    ends_texts = task == "sequence-classification"  # BART classifies at the end-of-text token
+    task = task if task == "masked-lm" else "causal-lm"
+    settings = configured(corpus.parent, corpus).data
+    return build_data(settings, task=task, model_vocab_size=vocab_size, ends_texts=ends_texts).tokenizer
 
 
 def _configure_run(folder: Path, source: Path, corpus: Path, task: str, **settings: Any) -> RunConfig:
