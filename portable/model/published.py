@@ -128,7 +128,7 @@ class PublishedNames:
     def dropped(self) -> list[str]:
         """Names of base tensors that the export lacks, because the run's model is of another class.
 
-        Examples are multi-token prediction layers, and the vision tower if only the language model is trained.
+        Examples are multi-token prediction layers, and a vision tower next to the trained language model.
         """
         if self.base is None or self._has_base_class:
             return []
