@@ -172,6 +172,8 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
         plain = plain_model(config, run.model_config, attention)
         if getattr(run.model.config.get_text_config(), "output_router_logits", False):
             plain.config.get_text_config().output_router_logits = True
+        if plain.config.model_type == "molmo2":  # which is called with the types of the tokens in training
+            plain.register_forward_pre_hook(_mark_as_text, with_kwargs=True)
         same_state(trial.engine.model.state_dict(), plain.state_dict())  # as it was initialised
         plain.config.use_cache = False
         plain.train()
@@ -202,6 +204,11 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
     return losses
 
 
+def _mark_as_text(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    ids = arguments[0] if arguments else named["input_ids"]
+    return arguments, {**named, "mm_token_type_ids": torch.zeros_like(ids)}
+
+
 def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What ``forward(labels=)`` returns for a batch of ours."""
     import torch
@@ -229,9 +236,20 @@ def loss_of(model: Any, task: str, batch: Mapping[str, torch.Tensor]) -> torch.T
     if not torch.allclose(output.logits[:, :-1], logits, atol=1e-4):
         return plain  # a model that looks ahead would see its last label
     # The decoders of BART and its kin take labels that are shifted already.
-    losses = [output.loss, model(ids, labels=labels).loss]
-    best: torch.Tensor = min(losses, key=lambda loss: abs(float(loss.detach() - plain.detach())))
+    outputs = [output, model(ids, labels=labels)]
+
+    def compute_distance(output: Any) -> float:
+        router_loss = getattr(output, "aux_loss", None)
+        terms = 0.0 if router_loss is None else _router_coefficient(model) * float(router_loss.detach())
+        return abs(float(output.loss.detach()) - terms - float(plain.detach()))
+
+    best: torch.Tensor = min(outputs, key=compute_distance).loss
     return best
+
+
+def _router_coefficient(model: Any) -> float:
+    text = model.config.get_text_config()
+    return float(text.router_aux_loss_coef) if getattr(text, "output_router_logits", False) else 0.0
 
 
 def opened_again(config: RunConfig, folder: Path) -> None:
@@ -389,7 +407,7 @@ def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[
     if not set(checks) & set(EXPORT_CHECKS):
         return results
     model = build_plain(pair)
-    source = write_source(folder / "base", model, records)
+    source = write_source(folder / "base", model, records, task)
     if "adapter" in checks:
         look("adapter", check_adapter, folder / "lora", source, records, task)
         if results["adapter"].startswith("ExportError") and (
@@ -400,7 +418,7 @@ def export_findings(pair: Pair, folder: Path, records: Path, checks: Collection[
     if "merge" in checks and (not amiss or amiss.startswith(PEFT)):
         look("merge", check_merge, folder / "lora", source)
     if "names" in checks:
-        source = write_source(folder / "bf16", model, records, dtype=torch.bfloat16)
+        source = write_source(folder / "bf16", model, records, task, dtype=torch.bfloat16)
         look("names", check_names, folder / "names", source, records, task)
     shutil.rmtree(folder, ignore_errors=True)
     return results
@@ -414,6 +432,8 @@ def build_plain(pair: Pair) -> Any:
         return build_composite(pair.model_type)
     settings = tiny_config(*pair)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    if pair.task == "sequence-classification":
+        config.num_labels = 2  # the data has two labels
     torch.manual_seed(1)
     return auto_class(pair.task).from_config(config, dtype=torch.float32)
 

@@ -129,7 +129,10 @@ _OTHER: dict[str, dict[str, Any]] = {
         "vision_config": {"out_hidden_size": 32, "deepstack_visual_indexes": [0], "image_size": 64}
     },
     "hunyuan_vl": {
-        "text_config": {"head_dim": 8},
+        "text_config": {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]},
+        },
         "vision_config": {
             "out_hidden_size": 32,
             "text_hidden_size": 32,

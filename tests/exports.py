@@ -28,13 +28,16 @@ class ExportError(AssertionError):
     """A check that does not hold."""
 
 
-def write_source(folder: Path, model: Any, corpus: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+def write_source(
+    folder: Path, model: Any, corpus: Path, task: str = "causal-lm", *, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a model without initial values as a checkpoint with a tokenizer, and one tensor of no class.
 
     Args:
         folder: Folder to write to.
         model: Model of transformers, which is modified.
         corpus: Text file on which the tokenizer is trained.
+        task: Task of the run. It determines the tokenizer's special tokens.
         dtype: Dtype of the written weights.
 
     Returns:
@@ -51,15 +54,19 @@ def write_source(folder: Path, model: Any, corpus: Path, *, dtype: torch.dtype =
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     save_file({**load_file(path), NOT_LOADED: torch.ones(3, 5, dtype=dtype)}, path, {"format": "pt"})
-    _build_tokenizer(model.config.get_text_config().vocab_size, corpus).save_pretrained(folder)
+    vocab_size = model.config.get_text_config().vocab_size
+    _build_tokenizer(vocab_size, corpus, task).save_pretrained(folder)
     return folder
 
 
 @lru_cache(8)
-def _build_tokenizer(vocab_size: int, corpus: Path) -> Any:
+def _build_tokenizer(vocab_size: int, corpus: Path, task: str) -> Any:
     from portable.data.dataset import build_data
 
-    return build_data(configured(corpus.parent, corpus).data, model_vocab_size=vocab_size).tokenizer
+    ends_texts = task == "sequence-classification"  # BART classifies at the end-of-text token
+    task = task if task == "masked-lm" else "causal-lm"
+    settings = configured(corpus.parent, corpus).data
+    return build_data(settings, task=task, model_vocab_size=vocab_size, ends_texts=ends_texts).tokenizer
 
 
 def _configure_run(folder: Path, source: Path, corpus: Path, task: str, **settings: Any) -> RunConfig:

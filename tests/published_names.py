@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,14 @@ def list_classes(model_type: str) -> list[str]:
 def create_config(model_type: str) -> Any:
     """Create a small config of a model type, or return None if transformers cannot create the config."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
+    from tests.composite import build_composite_config
     from tests.tiny_models import tiny_config
 
+    if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        with suppress(Exception):
+            return build_composite_config(model_type, named=False)
     try:
         settings = {key: value for key, value in tiny_config(model_type).items() if key != "model_type"}
         return AutoConfig.for_model(model_type, **settings)

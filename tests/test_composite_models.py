@@ -103,6 +103,9 @@ def build_composite(config: RunConfig) -> Any:
     return training_model(model_config(config.model), config)
 
 
+_GLOBAL = [f"encoder.layer.*.attention.self.{name}_global" for name in ("query", "key", "value")]
+
+
 @pytest.mark.parametrize(
     ("model_type", "parts"),
     [
@@ -113,6 +116,8 @@ def build_composite(config: RunConfig) -> Any:
         ("qwen3_moe", []),  # experts that no token of the trial chooses are reachable
         ("mixtral", []),
         ("llama", []),
+        ("longformer", _GLOBAL),  # its control flow depends on values, so the trial has values
+        ("reformer", ["lm_head.bias"]),  # its backward pass is not in the graph
     ],
 )
 def test_parameters_without_gradient_are_found_by_the_graph(
@@ -124,7 +129,9 @@ def test_parameters_without_gradient_are_found_by_the_graph(
         build_composite_config(model_type).save_pretrained(tmp_path)
         config = build_settings(tmp_path)
     else:
-        config = checked(None, {"model.config": tiny_config(model_type), "data.source": "text.jsonl"})
+        task = "masked-lm" if model_type == "longformer" else "causal-lm"
+        settings = {"model.config": tiny_config(model_type, task), "model.task": task, "data.seq_len": 32}
+        config = checked(None, {**settings, "data.source": "text.jsonl"})
     model = build_composite(config)
     assert sorted(summarize_parameters(model, get_unreached_names(model))) == sorted(parts)
     assert set(frozen_names(model)) == get_unreached_names(model)
@@ -352,6 +359,25 @@ def test_modules_that_cannot_be_adapted_are_excluded_by_default(
     module = reason.split(",")[0]
     trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad]
     assert trained and not any(f".{module}." in name for name in trained)
+
+
+def test_global_attention_of_longformer_keeps_its_values_under_zero(
+    corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    from tests.architectures import Pair, build_plain
+    from tests.exports import write_source
+
+    model = build_plain(Pair("longformer", "masked-lm"))
+    source = write_source(tmp_path / "source", model, corpus, "masked-lm")
+    config = create_text_run(
+        tmp_path / "run", source, corpus, strategy="zero2", model__task="masked-lm", data__packing=False
+    )
+    assert engines.run("zero2", 2, launched, config) == 0
+    base, final = (open_checkpoint(path).tensors for path in (source, tmp_path / "run" / "final"))
+    untouched = {name for name in base if base[name].read().tobytes() == final[name].read().tobytes()}
+    weights = {name for name in base if "_global.weight" in name}
+    assert weights and weights <= untouched
+    assert not any(".query.weight" in name for name in untouched)
 
 
 def test_adapter_in_the_tower_keeps_its_values_under_zero(

@@ -86,6 +86,9 @@ class Adapter:
         self._quantized: dict[str, QuantizedLinear] = {}
         self._initial, self._lengths = initial_values(model, config, run.seed, names)
         self._files = _names_in_files(model)
+        self._computed = list(
+            getattr(model, "_keys_to_ignore_on_save", None) or ()
+        )  # such as fixed positions
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def quantize(self, model: PreTrainedModel) -> None:
@@ -129,7 +132,11 @@ class Adapter:
             missing: their names in the base model.
         """
         held = {base for name, base in self._names.items() if name in self._files}
-        lost = [name for name in missing if name not in held]
+        lost = [
+            name
+            for name in missing
+            if name not in held and not any(re.search(key, name) for key in self._computed)
+        ]
         if lost:
             around = lost[0].split(".")[-3:-1]
             remedy = "put it into a module" if not around else f"add {around[0]} to adapter.modules_to_save"

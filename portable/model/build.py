@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -337,6 +338,34 @@ def _prepare_for_training(model: PreTrainedModel) -> None:
             # The warning reads every batch for padding, which is a host sync. The data has a mask wherever it
             # is padded.
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _no_warning
+    if _TOKEN_TYPES in inspect.signature(model.forward).parameters and _requires_token_types(model):
+        model.register_forward_pre_hook(_add_token_types, with_kwargs=True)
+
+
+_TOKEN_TYPES = "mm_token_type_ids"
+"""Argument that separates text tokens, which are 0, from image tokens. Molmo 2 requires it for training."""
+
+
+def _requires_token_types(model: PreTrainedModel) -> bool:
+    try:
+        trial_forward(model, _set_training)
+    except ValueError as error:
+        return _TOKEN_TYPES in str(error)
+    except Exception:  # `_check_forward` reports other errors
+        return False
+    return False
+
+
+def _set_training(model: nn.Module) -> None:
+    model.train()
+
+
+def _add_token_types(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Forward pre-hook that marks all tokens as text."""
+    ids = arguments[0] if arguments else named.get("input_ids")
+    if ids is not None and named.get(_TOKEN_TYPES) is None:
+        named = {**named, _TOKEN_TYPES: torch.zeros_like(ids)}
+    return arguments, named
 
 
 def _no_warning(*_: Any) -> None:
@@ -540,7 +569,7 @@ _SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for i
 def _check_forward(model: PreTrainedModel, key: str) -> None:
     """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
     try:
-        trial_forward(model)
+        output = trial_forward(model)
     except UserError:
         raise
     except Exception as error:
@@ -554,6 +583,13 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
                 f"{key}: its sizes are inconsistent ({one_line(error)}); check the numbers of heads and "
                 "the sizes that they must divide"
             ) from error
+        return
+    logits = getattr(output, "logits", None)
+    if type(model) is _find_composite_class(model.config) and logits is not None and logits.shape[1] != 2:
+        raise UserError(
+            f"{key}: {type(model).__name__} does not predict the next token of a text: it returns "
+            f"{logits.shape[1]} predictions for 2 tokens; choose another model"
+        )
 
 
 def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> int | None:

@@ -34,7 +34,7 @@ from portable.model.pretrained import files_of, snapshot
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from transformers import PreTrainedModel
@@ -77,6 +77,9 @@ class PublishedNames:
         self._default = build_name_rules(model)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._parameters = list(state_tensors(model))
+        self._computed = list(
+            getattr(model, "_keys_to_ignore_on_save", None) or ()
+        )  # such as fixed positions
         self._ties = {first: others for first, others in tied_names(model).items() if others}
         self._aliases = set(getattr(model, "all_tied_weights_keys", {}))  # ``save_pretrained`` omits these
         self._resumed: tuple[NameRules, list[str]] | None = None
@@ -121,6 +124,16 @@ class PublishedNames:
             return []
         return find_unclaimed_names(self.base.tensors, self.rules, self._live)
 
+    @cached_property
+    def dropped(self) -> list[str]:
+        """Names of base tensors that the export lacks, because the run's model is of another class.
+
+        Examples are multi-token prediction layers, and a vision tower next to the trained language model.
+        """
+        if self.base is None or self._has_base_class:
+            return []
+        return find_unclaimed_names(self.base.tensors, self.rules, self._live)
+
     @property
     def _has_base_class(self) -> bool:
         """Whether the base is a model of the same class, so the export includes its remaining tensors."""
@@ -128,15 +141,24 @@ class PublishedNames:
         named = read_small_table(self.base.companions.get("config.json")).get("architectures")
         return isinstance(named, list) and named[:1] == [self._architecture]
 
-    def build_notes(self) -> list[str]:
-        """Build the notes that are shown to the user at the start of a run."""
-        names = ", ".join(collapse_numbers(self.not_loaded))
-        if not names:
-            return []
-        return [
-            "note: transformers does not load these tensors of the base model, so the run does not train "
-            f"them and copies them into the export: {names}"
-        ]
+    def build_notes(self, reported: Collection[str] = ()) -> list[str]:
+        """Build the notes that are shown to the user at the start of a run.
+
+        Args:
+            reported: Names of base tensors that another note already lists as unused.
+        """
+        notes = []
+        if names := ", ".join(collapse_numbers(self.not_loaded)):
+            notes.append(
+                "note: transformers does not load these tensors of the base model, so the run does not train "
+                f"them and copies them into the export: {names}"
+            )
+        if names := ", ".join(collapse_numbers(name for name in self.dropped if name not in reported)):
+            notes.append(
+                f"note: {self._architecture} does not have these tensors of the base model, so the export "
+                f"lacks them: {names}"
+            )
+        return notes
 
     def check_like_base(self) -> None:
         """Check that the base model has every tensor that is exported in its layout.
@@ -231,6 +253,7 @@ class PublishedNames:
             The model to export, and the names of the tensors that are identical to the base model's.
         """
         written = self._rename_tied(rename_to_published(checkpoint, self.rules))
+        written = self._remove_computed(written)
         if self.base is None:
             return written, set()
         base = self.base.tensors
@@ -239,6 +262,16 @@ class PublishedNames:
         untouched |= set(self.not_loaded) - written.tensors.keys()
         tensors = {**written.tensors, **{name: base[name] for name in base if name in untouched}}
         return written.with_tensors(tensors, {}, written.companions).with_shards(self._shards), untouched
+
+    def _remove_computed(self, written: Checkpoint) -> Checkpoint:
+        """Remove tensors that ``save_pretrained`` does not write, unless the base model's files have them."""
+        base = {} if self.base is None else self.base.tensors
+        tensors = {
+            name: tensor
+            for name, tensor in written.tensors.items()
+            if name in base or not any(re.search(key, name) for key in self._computed)
+        }
+        return written.with_tensors(tensors, {}, written.companions)
 
     def _rename_tied(self, written: Checkpoint) -> Checkpoint:
         """Give a tied tensor the one of its names that the base model's files have.

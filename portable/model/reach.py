@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _SHORT, _LONG, _LONGEST = 2, 512, 8192
 """Tokens of the first trial, and the limits for the second trial, which uses the run's sequence length."""
+_VALUES, _MAX_PARAMETERS = 128, 1 << 29
+"""Tokens and largest number of parameters of a trial with values, which takes 2 GiB."""
 _UNREACHED = "unreached_parameters"
 
 
@@ -74,8 +76,9 @@ def find_unreached(
         whole_output: Whether the loss may depend on every model output instead of only the logits.
 
     Returns:
-        First names of the parameters. Empty if the graph cannot be built on the meta device, for example
-        because control flow depends on tensor values.
+        First names of the parameters. If the graph cannot be built on the meta device, for example because
+        control flow depends on tensor values, they are found from a trial with random values on the CPU.
+        Empty if the model is too large for this trial.
     """
     try:
         full = _trace_reached(copy.deepcopy(model), _SHORT, whole_output=whole_output)
@@ -88,23 +91,70 @@ def find_unreached(
             length = min(length, max(bound // 2, min(seq_len, bound)))
         reached = _trace_reached(one_layer_per_kind(model), length, whole_output=whole_output)
     except Exception:  # a model that reads tensor values on the meta device may raise any exception
-        return frozenset()
+        return _find_unreached_by_values(model, seq_len=seq_len, whole_output=whole_output)
     return frozenset(unreached - _map_to_full_model(model, reached))
 
 
-def _trace_reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
+def _find_unreached_by_values(model: PreTrainedModel, *, seq_len: int, whole_output: bool) -> frozenset[str]:
+    """Find the parameters that the loss does not depend on, with random values on the CPU.
+
+    The complete model is used if it is small, otherwise one layer of each kind.
+
+    Returns:
+        First names of the parameters. Empty if both models are too large, or the trial fails.
+    """
+    trial: Any = copy.deepcopy(model)
+    if (is_reduced := _count_parameters(trial) > _MAX_PARAMETERS) and _count_parameters(
+        trial := one_layer_per_kind(model)
+    ) > _MAX_PARAMETERS:
+        return frozenset()
+    length = seq_len if seq_len <= _LONG else _VALUES  # Reformer accepts no other length
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _draw_values(trial)
+            reached = _trace_reached(trial, length, whole_output=whole_output, device="cpu")
+    except Exception:  # the model may need inputs of another kind or length
+        return frozenset()
+    reached = _map_to_full_model(model, reached) if is_reduced else reached
+    # Experts that no token of the trial chose, and other layers, are reached like those that were used.
+    kinds = {re.sub(r"\d+", "0", name) for name in reached}
+    names = {name for name, _ in model.named_parameters() if re.sub(r"\d+", "0", name) not in kinds}
+    return frozenset(names) if reached else frozenset()
+
+
+def _count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _draw_values(model: nn.Module) -> None:
+    """Allocate the parameters of a model on the CPU with random values. Tied parameters stay tied."""
+    drawn: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in drawn:
+                drawn[id(parameter)] = torch.nn.Parameter(torch.randn(parameter.shape) * 0.02)
+            setattr(module, name, drawn[id(parameter)])
+
+
+def _trace_reached(trial: Any, length: int, *, whole_output: bool, device: str = "meta") -> set[str]:
     """Return the names of the parameters in the autograd graph of a trial's loss.
 
     Args:
         trial: The model, which is modified.
         length: Number of tokens.
         whole_output: Whether the loss may depend on every model output.
+        device: ``meta``, or ``cpu`` if the parameters have values.
     """
-    trial.to("meta").to(torch.bfloat16)  # every kernel supports bfloat16, but not every kernel supports fp32
+    if device == "meta":
+        # Every kernel supports bfloat16, but not every kernel supports fp32.
+        trial.to("meta").to(torch.bfloat16)
     trial.requires_grad_(True).train()
     without_dropout(trial)  # layer dropout would skip layers at random
     _use_traceable_kernels(trial)
-    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
+    if device != "meta":
+        tokens.random_(3, max(4, trial.config.get_text_config().vocab_size))
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
@@ -112,14 +162,20 @@ def _trace_reached(trial: Any, length: int, *, whole_output: bool) -> set[str]:
     with torch.enable_grad(), no_value_checks(), terms.requested(tokens) as more:
         output = trial(**inputs, **more)
         tensors = [output.logits, *(_iterate_tensors(output) if whole_output else ())]
-        total = torch.zeros((), device="meta")
+        total = torch.zeros((), device=device)
         for tensor in tensors:
             if tensor.requires_grad:
                 total = total + tensor.float().sum()
         loss = terms.added(total, output, share=1.0)
-    # Do not run a backward pass, because some of its kernels are missing on the meta device.
+    # Do not run a backward pass on the meta device, because some of its kernels are missing there.
     leaves = _find_leaves(loss)
-    return {name for name, parameter in trial.named_parameters() if id(parameter) in leaves}
+    if device != "meta":
+        loss.backward()  # a custom backward pass, as in Reformer, may reach parameters outside of the graph
+    return {
+        name
+        for name, parameter in trial.named_parameters()
+        if id(parameter) in leaves or parameter.grad is not None
+    }
 
 
 def _find_leaves(loss: Tensor) -> set[int]:

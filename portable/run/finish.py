@@ -260,6 +260,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
     adapter, config = prepared.adapter, prepared.config
     last = step_of(checkpoint.name)
     copied, missing = _list_untrained(prepared)
+    dropped = [] if prepared.adapter is not None else collapse_numbers(prepared.names.dropped)
     rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
     text = model_card(
         config,
@@ -269,7 +270,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         data=prepared.data.description,
         metrics=rows,
         copied=copied,
-        missing=missing,
+        missing=[*missing, *dropped],
     )
     with scratch_folder("portable-card") as temporary:
         card = temporary / CARD

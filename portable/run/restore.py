@@ -256,7 +256,9 @@ def _initialize(
     if adapter is not None:
         adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
-        for note in (*pretrained.notes(), *([] if adapter is not None else prepared.names.build_notes())):
+        names = prepared.names
+        notes = [] if adapter is not None else names.build_notes(reported=pretrained.unexpected)
+        for note in (*pretrained.notes(), *notes):
             tell(note)
     if pretrained.missing:
         # A new head, for example: initialize what the checkpoint lacks, then load the rest.

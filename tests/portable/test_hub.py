@@ -22,9 +22,12 @@ from portable.output.export import MARKER
 from portable.output.hub import Hub
 from portable.reporting.card import CARD
 from portable.run.rank import run_rank
+from tests.composite import build_composite
+from tests.exports import write_source
 from tests.hub_server import DROP, LOST, TOKEN, FakeHub, Repository, serving
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, checked, configured, tiny
+from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 MODEL = {**TINY_MODEL, "num_hidden_layers": 1}
@@ -81,6 +84,25 @@ def test_two_ranks_upload_the_final_model_once(
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-generation"
     assert str(tmp_path) not in card and str(corpus.parent) not in card and "corpus.jsonl" in card
     assert not any(json.loads(line)["text"] in card for line in corpus.read_text().splitlines())
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gemma3"])
+def test_the_best_model_is_uploaded_under_published_names(
+    model_type: str, tmp_path: Path, corpus: Path, hub: FakeHub
+) -> None:
+    if model_type == "mixtral":
+        model = tiny_model(model_type)
+    else:
+        model = build_composite(model_type)
+    base = write_source(tmp_path / "base", model, corpus)
+    from_base = {"model__config": None, "model__name_or_path": str(base), "data__eval_fraction": 0.2}
+    best = {"train__eval_every": 1, "checkpoint__keep_best": 1, "checkpoint__export_best": True}
+    assert run(tmp_path / "best", corpus, **from_base, **best) == 0
+    uploaded = load(hub.repositories["me/best"].files["model.safetensors"])
+    expected = load((base / "model.safetensors").read_bytes())
+    assert {name: tensor.shape for name, tensor in uploaded.items()} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
 
 
 def test_an_adapter_is_uploaded_as_one(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:

@@ -107,6 +107,20 @@ def test_final_has_the_names_of_the_base(
     assert converted.keys() == base.keys() - NOT_LOADED[name].keys()
 
 
+def test_tensors_that_another_class_lacks_are_listed(bases: Path, corpus: Path, tmp_path: Path) -> None:
+    labels = {"data__label_field": "label", "model__task": "sequence-classification", "data__packing": False}
+    records = tmp_path / "labels.jsonl"
+    lines = [json.dumps({"text": f"some text {i}", "label": f"LABEL_{i % 2}"}) for i in range(20)]
+    records.write_text("\n".join(lines))
+    config = configure_run(bases / "qwen3_next", tmp_path / "run", records).replaced(
+        {key.replace("__", "."): value for key, value in labels.items()}
+    )
+    names = prepare(resolve(config, "cpu"), create_backend("cpu")).names
+    (note,) = names.build_notes(reported=["lm_head.weight"])
+    assert "Qwen3NextForSequenceClassification does not have these tensors" in note
+    assert note.endswith("mtp.fc.weight, mtp.norm.weight")
+
+
 def test_export_without_the_base_uses_the_recorded_names(
     bases: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
