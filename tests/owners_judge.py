@@ -56,9 +56,8 @@ def list_defaults(_: Path) -> dict[str, Any]:
         except Exception:  # Some configs require another package or nested configs.
             continue
     common = sorted(transformers.PretrainedConfig().to_dict())
-    return json.loads(
-        json.dumps({"version": transformers.__version__, "common": common, "types": types}, default=str)
-    )
+    defaults = {"version": transformers.__version__, "common": common, "types": types}
+    return dict(json.loads(json.dumps(defaults, default=str)))
 
 
 def read_configs(folder: Path) -> dict[str, Any]:
