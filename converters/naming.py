@@ -31,7 +31,7 @@ from converters.tensors.arranged import ZEROS, arrange
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from converters.checkpoint import Aliases, Checkpoint, ParamGroups, Scalar
     from converters.storage.path_or_url import Place
@@ -42,7 +42,7 @@ RECORD = "published_names.json"
 """Name of the file in which a training run records the name rules of its base checkpoint."""
 
 
-def find_name_rules(checkpoint: Checkpoint, base: Iterable[str] | None = None) -> NameRules | None:
+def find_name_rules(checkpoint: Checkpoint, base: Collection[str] | None = None) -> NameRules | None:
     """Find the name rules of a checkpoint.
 
     Args:

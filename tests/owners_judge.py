@@ -31,11 +31,17 @@ def load_with_transformers(folder: Path) -> dict[str, Any]:
     import transformers
 
     assert transformers.__version__.startswith("4.57."), transformers.__version__
-    config = transformers.AutoConfig.from_pretrained(folder)
+    adapter = folder / "adapter_config.json"
+    base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else folder
+    config = transformers.AutoConfig.from_pretrained(base)
     model_class = getattr(transformers, config.architectures[0])
     model, info = model_class.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        base, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
+    if adapter.exists():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder)
     with torch.no_grad():
         logits = model.eval()(torch.tensor([TOKENS])).logits[0]
     names = {
@@ -56,9 +62,8 @@ def list_defaults(_: Path) -> dict[str, Any]:
         except Exception:  # Some configs require another package or nested configs.
             continue
     common = sorted(transformers.PretrainedConfig().to_dict())
-    return json.loads(
-        json.dumps({"version": transformers.__version__, "common": common, "types": types}, default=str)
-    )
+    defaults = {"version": transformers.__version__, "common": common, "types": types}
+    return dict(json.loads(json.dumps(defaults, default=str)))
 
 
 def read_configs(folder: Path) -> dict[str, Any]:

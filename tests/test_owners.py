@@ -14,17 +14,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import AutoModelForCausalLM
 
 from converters.cli import main
 from converters.names.earlier_keys import add_earlier_keys
+from portable.data.dataset import build_data
 from tests import earlier_keys
+from tests.composite import write_composite
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
 from tests.owners import NEEDS_OWNERS, ROOT, VARIABLE, run_judge, run_script
 from tests.owners_judge import TOKENS
-from tests.runs import leg, write_corpus
-from tests.tiny_models import tiny_config, tiny_model
+from tests.runs import configured, leg, write_corpus
+from tests.tiny_models import VOCABULARY, tiny_config, tiny_model
 
 pytestmark = [
     pytest.mark.owners,
@@ -116,8 +121,19 @@ TOLERANCE_OF_FLOAT16 = 2e-2
 """The command of llama.cpp's converter writes float16 by default."""
 LIVE = ("mixtral", "gpt_neox")
 """Types that are also written with the names in memory, which a program that has the type rejects."""
-TRAINED = "mixtral-trained"
-"""Case of a model that a run has trained."""
+ADAPTER = {"adapter__type": "lora", "adapter__r": 4}
+TRAINED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "mixtral-from-scratch": ("mixtral", {}, ("transformers4", "mlx")),
+    "gemma3-trained": ("gemma3", {}, ("transformers4",)),
+    "qwen3_moe-merged": ("qwen3_moe", {**ADAPTER, "checkpoint__export": "merged"}, ("transformers4", "mlx")),
+    "llama-adapter": ("llama", ADAPTER, ("transformers4",)),
+    "mixtral-adapter": (
+        "mixtral",
+        {**ADAPTER, "adapter__target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        ("transformers4",),
+    ),
+}
+"""Model type and settings of runs, and the programs that load the folder ``final`` of each run."""
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -167,13 +183,49 @@ def write_sample(folder: Path, model_type: str, names: str = "published") -> Sam
     return Sample(out, model)
 
 
-def train_sample(folder: Path, model_type: str) -> Sample:
-    """Train a model for one step, and return the folder that the run ends with."""
+def write_base(folder: Path, model_type: str, corpus: Path) -> Path:
+    """Write a model and a tokenizer, with the names of published files, as the base of a run."""
+    if model_type == "gemma3":
+        write_composite(folder, model_type, corpus)
+        file = folder / "model.safetensors"
+        tower = "vision_tower."  # transformers 5 does not save the prefix that published files have.
+        tensors = {
+            name.replace(tower, f"{tower}vision_model."): tensor
+            for name, tensor in load_file(file).items()
+            if ".head." not in name
+        }
+        save_file(tensors, file, {"format": "pt"})
+    else:
+        tiny_model(model_type, **SETTINGS.get(model_type, {})).save_pretrained(folder)
+        data = build_data(configured(folder, corpus).data, model_vocab_size=VOCABULARY)
+        data.tokenizer.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        add_earlier_keys(config)
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def train_sample(folder: Path, case: str) -> Sample:
+    """Train a model or an adapter for two steps, and return the folder that the run ends with."""
     folder.mkdir()
-    settings = {"model__config": tiny_config(model_type), "train__steps": 1, "data__eval_fraction": 0}
-    assert leg(folder / "run", write_corpus(folder), settings) == 0
+    model_type, more, _ = TRAINED[case]
+    corpus = write_corpus(folder)
+    settings = {**more, "train__steps": 2, "data__eval_fraction": 0, "train__learning_rate": 0.01}
+    if case.endswith("from-scratch"):
+        settings["model__config"] = tiny_config(model_type)
+    else:
+        base = write_base(folder / "base", model_type, corpus)
+        settings |= {"model__config": None, "model__name_or_path": str(base)}
+    assert leg(folder / "run", corpus, settings) == 0
     out = folder / "run" / "final"
-    return Sample(out, AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval())
+    if case.endswith("adapter"):
+        model = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32), out
+        )
+    else:
+        (architecture,) = json.loads((out / "config.json").read_text())["architectures"]
+        model = getattr(transformers, architecture).from_pretrained(out, dtype=torch.float32)
+    return Sample(out, model.eval())
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +235,19 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
     types = sorted({model_type for names in TYPES.values() for model_type in names})
     published = {name: write_sample(folder / name, name) for name in types}
     live = {f"{name}-live": write_sample(folder / f"{name}-live", name, "live") for name in LIVE}
-    return {**published, **live, TRAINED: train_sample(folder / TRAINED, TRAINED.removesuffix("-trained"))}
+    return {**published, **live, **{case: train_sample(folder / case, case) for case in TRAINED}}
+
+
+def list_cases(program: str) -> list[str]:
+    """Return the cases that a program loads completely."""
+    return [*TYPES[program], *(case for case, (_, _, programs) in TRAINED.items() if program in programs)]
 
 
 @pytest.fixture(scope="module", params=TYPES)
 def verdicts(request: pytest.FixtureRequest, samples: dict[str, Sample]) -> tuple[str, dict[str, Any]]:
     """A program and its verdict on each sample."""
     program: str = request.param
-    cases = [*TYPES[program], *(f"{name}-live" for name in LIVE)]
+    cases = [*list_cases(program), *(f"{name}-live" for name in LIVE)]
     return program, run_judge(program, {case: samples[case].folder for case in cases})
 
 
@@ -208,15 +265,25 @@ def test_converted_folders_load_completely_and_compute_the_same(
 ) -> None:
     program, of_case = verdicts
     problems = {}
-    for model_type in TYPES[program]:
-        verdict = of_case[model_type]
+    for case in list_cases(program):
+        verdict = of_case[case]
         if verdict["error"] or verdict["missing"] or verdict["unexpected"]:
-            problems[model_type] = verdict
+            problems[case] = verdict
             continue
-        difference = compare_with_transformers(verdict, samples[model_type].model)
+        difference = compare_with_transformers(verdict, samples[case].model)
         if not difference < TOLERANCES[program]:
-            problems[model_type] = {"difference": difference}
+            problems[case] = {"difference": difference}
     assert not problems
+
+
+@pytest.mark.parametrize("case", [case for case in TRAINED if case.endswith("adapter")])
+def test_adapters_change_the_logits(case: str, samples: dict[str, Sample]) -> None:
+    """Otherwise, a program that ignores the adapter would pass."""
+    model, tokens = samples[case].model, torch.tensor([TOKENS])
+    with torch.no_grad(), model.disable_adapter():
+        base = model(tokens).logits
+    with torch.no_grad():
+        assert (model(tokens).logits - base).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("model_type", LIVE)
@@ -242,12 +309,11 @@ def test_transformers_4_reads_the_keys_that_are_added_to_configs() -> None:
     assert not problems
 
 
-@pytest.mark.parametrize("model_type", ["granitemoe", "nemotron"])
 def test_command_of_the_gguf_refusal_converts_the_model(
-    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tokenizer is one of SentencePiece, because the command only accepts known byte-level tokenizers."""
-    folder, model = write_sample(tmp_path, model_type)
+    folder, model = write_sample(tmp_path, "granitemoe")
     source = tmp_path / "checkpoint"
     assert main([str(source), str(tmp_path / "x.gguf"), "--to", "gguf"]) == 2
     advice = capsys.readouterr().err.splitlines()[-1].rpartition("llama.cpp's own converter: ")[2]

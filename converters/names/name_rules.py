@@ -19,10 +19,16 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _TABLE = Path(__file__).with_name("published_names.json")
 RENAME, CONVERT, PREFIX, GROUP, SHIFT, PAIRS = "rename", "convert", "prefix", "group", "shift", "pairs"
+EXCEPT_DENSE = r"(?!(?:gate|up|down)_proj\.)"
+"""Part of a pattern that excludes the layers without experts from the renaming to ``block_sparse_moe``.
+
+Published files of Kimi Linear have ``mlp`` in these layers, but ``save_pretrained`` renames all layers.
+"""
+_DENSE_RENAMED = re.compile(r"\.block_sparse_moe\.(?:gate|up|down)_proj\.")
 Operation = tuple[Any, ...]
 
 
@@ -425,7 +431,7 @@ def sort_naturally(names: Iterable[str]) -> list[str]:
     return sorted(names, key=split_numbers)
 
 
-def select_used_rules(rules: NameRules, names: Iterable[str]) -> NameRules:
+def select_used_rules(rules: NameRules, names: Collection[str]) -> NameRules:
     """Select the rules that apply to at least one name in a published checkpoint.
 
     transformers saves a model with the rules that it used to load the model.
@@ -442,6 +448,11 @@ def select_used_rules(rules: NameRules, names: Iterable[str]) -> NameRules:
     for name in sort_naturally(names):
         renaming.convert(renaming.rename(name))
     used = [rule for index, rule in enumerate(candidates.rules) if index in renaming.used]
+    if any(map(_DENSE_RENAMED.search, names)):
+        used = [
+            replace(rule, write=replace(rule.write, find=rule.write.find.replace(EXCEPT_DENSE, "")))
+            for rule in used
+        ]
     return replace(candidates, rules=tuple(used), recorded=True)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from converters.names.name_rules import EXCEPT_DENSE
 from portable.private import Package
 
 if TYPE_CHECKING:
@@ -413,14 +414,19 @@ def convert_rule(transform: Any) -> dict[str, Any]:
     Returns:
         The rule in the format of ``converters/names/published_names.json``.
     """
-    rule = {
+    rule: dict[str, Any] = {
         "kind": _RULE_KINDS[type(transform).__name__],
         "read": _convert_direction(transform),
         "write": _convert_direction(transform.reverse_transform()),
     }
+    if rule["write"]["targets"] == [_MIXTURE]:
+        rule["write"]["find"] = rule["write"]["find"].removesuffix(")") + f"{EXCEPT_DENSE})"
     if transform.scope_prefix is not None:
         rule |= {"scope": transform.scope_prefix, "base": transform.base_model_prefix}
     return rule
+
+
+_MIXTURE = ".block_sparse_moe."
 
 
 def _convert_direction(transform: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def test_values_of_the_source_are_kept() -> None:
 
 def test_nested_configs_get_earlier_keys() -> None:
     rope = {"sliding_attention": {"rope_theta": 2.0}, "full_attention": {"rope_theta": 3.0}}
-    text = {"model_type": "gemma3_text", "rope_parameters": rope}
+    text: dict[str, Any] = {"model_type": "gemma3_text", "rope_parameters": rope}
     config = {"model_type": "gemma3", "text_config": text}
     assert add_earlier_keys(config)
     assert text["rope_theta"] == 3.0 and text["rope_local_base_freq"] == 2.0 and text["rope_scaling"] is None

@@ -18,7 +18,7 @@ from converters import open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.errors import CheckpointError
 from converters.names.known_words import find_unknown_names
-from converters.names.name_rules import get_default_rules, sort_naturally
+from converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
 from converters.names.published import are_live, arrange_for_files, arrange_for_memory
 from converters.storage.bytes import Memory
 from converters.tensors.arranged import arrange
@@ -41,6 +41,8 @@ SOME = [
     "nemotron_h",  # another prefix and experts without gates
     "qwen3_5_moe_text",  # a prefix that only some files use
 ]
+DENSE_LAYERS = (r"block_sparse_moe(\.(gate|up|down)_proj)", r"mlp\1")
+"""Renaming of the layers without experts of Kimi Linear, which transformers saves as ``block_sparse_moe``."""
 CANNOT_BE_SMALL = ("dots3_note", "musicgen", "musicgen_melody", "qwen4_exp_text")
 COMPOSITE = [("gemma3", "AutoModelForImageTextToText"), ("qwen3_vl_moe", "AutoModelForImageTextToText")]
 
@@ -79,7 +81,10 @@ def check_like_transformers(model: Any) -> None:
     state = {
         name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in model.state_dict().items()
     }
-    wanted = revert_weight_conversion(model, dict(state))
+    wanted = {
+        re.sub(*DENSE_LAYERS, name): value
+        for name, value in revert_weight_conversion(model, dict(state)).items()
+    }
     rules = get_default_rules({**model.config.to_dict(), "architectures": [type(model).__name__]})
     assert rules is not None
     live, files = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (state, wanted))
@@ -105,6 +110,20 @@ def check_like_transformers(model: Any) -> None:
 )
 def test_names_and_values_match_save_pretrained(model_type: str) -> None:
     check_like_transformers(tiny_model(model_type))
+
+
+def test_layers_without_experts_keep_the_name_of_the_base() -> None:
+    """transformers renames the layers without experts of Kimi Linear, unlike published files and servers."""
+    model = tiny_model("kimi_linear")
+    rules = get_default_rules({**model.config.to_dict(), "architectures": [type(model).__name__]})
+    assert rules is not None
+    live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    published = [*arrange_for_files(live, rules)]
+    saved = [name.replace("layers.0.mlp.", "layers.0.block_sparse_moe.") for name in published]
+    assert "model.layers.0.mlp.up_proj.weight" in published
+    assert any(name.startswith("model.layers.1.block_sparse_moe.experts.0.") for name in published)
+    for base in (published, saved):
+        assert [*arrange_for_files(live, select_used_rules(rules, base))] == base
 
 
 @pytest.mark.parametrize("maker", ["some", pytest.param("every", marks=pytest.mark.exhaustive)])

@@ -68,7 +68,7 @@ TYPES = {
         "qwen3_moe",
         "qwen3_vl_moe",
     ],
-    "sglang": [*BOTH, "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo2"],
+    "sglang": [*BOTH, "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear", "olmo2"],
 }
 """Model types whose classes `Server` can follow to every parameter. The other types are not judged."""
 CASES = [(server, model_type) for server, types in TYPES.items() for model_type in types]
