@@ -653,6 +653,10 @@ def _find_expert_problems(
             holes += [f"{module}.{i}" for i in range(min(size, 100_000)) if i not in experts]
         elif counts and size not in counts:
             wrong.append(f"{module} has {size:,}")
+        unused = config.get(_ZERO_EXPERTS)
+        if isinstance(unused, int) and size - unused in counts:
+            for number in range(max(0, size - unused), size):
+                experts.pop(number, None)  # transformers only stores some tensors of these experts
         usual = Counter(rest for rests in experts.values() for rest in rests)
         for number, rests in sorted(experts.items()):
             holes += [
@@ -685,14 +689,19 @@ def _find_expert_problems(
 def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int]:
     """Return the numbers of experts that a config allows. Empty if the config does not contain any."""
     counts: set[int] = set()
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for part in parts:
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        parts += [value for value in part.values() if isinstance(value, dict)]
         for key, value in part.items():
             if not EXPERT_COUNT.fullmatch(key):
                 continue
             values = value if isinstance(value, list) else [value]
             numbers = [number for number in values if type(number) is int and number >= least]
             counts |= {*numbers, *([sum(numbers)] if len(numbers) > 1 else [])}
+            if key == "moe_num_experts" and "vision_config" in config:
+                # ERNIE 4.5 VL stores the experts of images behind the experts of texts.
+                counts |= {2 * number for number in numbers}
         # LongCat-Flash also has experts without parameters, which transformers counts.
         if type(extra := part.get(_ZERO_EXPERTS)) is int:
             counts |= {count + extra for count in counts}

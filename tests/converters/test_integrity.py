@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from tests import architectures
 from tests.converters.compare import error_of
 from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint
 from tests.converters.samples import all_samples, folder_of, parameters
-from tests.expected_tensors import create_config, find_class
+from tests.expected_tensors import FILE, create_config, decode_table, describe_class, find_class, list_pairs
 
 FEW_PAIRS = (
     ("llama", "causal-lm"),
@@ -42,10 +44,21 @@ FEW_PAIRS = (
 
 
 def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
-    """Build a checkpoint in memory whose tensors have shapes, but no values."""
+    """Build a checkpoint whose tensors have shapes, but no values, beside a file with its config."""
     empty = Memory(b"")
     tensors = {name: Tensor.contiguous(name, "F32", tuple(shape), empty) for name, shape in shapes.items()}
-    return Checkpoint(format="safetensors", root=Path("model"), tensors=tensors, config=config, ties=False)
+    file = Path(create_folder().name) / "config.json"
+    file.write_text(json.dumps(config))
+    companions: dict[str, Any] = {"config.json": file}
+    return Checkpoint(
+        format="safetensors", root=Path("model"), tensors=tensors, companions=companions, ties=False
+    )
+
+
+@cache
+def create_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder that is removed at the end of the process."""
+    return tempfile.TemporaryDirectory()
 
 
 def build_shapes(config: Any, model_class: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
@@ -149,6 +162,50 @@ def read_config(out: Path) -> dict[str, Any]:
     return config
 
 
+DESCRIBED_PAIRS = (
+    ("llama", "causal-lm"),
+    ("gemma3_text", "causal-lm"),
+    ("gpt2", "sequence-classification"),
+    ("qwen3_moe", "causal-lm"),
+    ("deepseek_v3", "causal-lm"),
+    ("qwen3_next", "causal-lm"),
+    ("nemotron_h", "causal-lm"),
+    ("zamba2", "causal-lm"),
+    ("bert", "masked-lm"),
+    ("t5", "seq2seq-lm"),
+)
+
+
+def sort_facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description of a class whose facts can be compared."""
+    stacks = {
+        stack: {**layers, "always": set(layers["always"]), "groups": set(map(frozenset, layers["groups"]))}
+        for stack, layers in description["stacks"].items()
+    }
+    names = {key: set(description[key]) for key in ("required", "untied")}
+    return {**names, "stacks": stacks, "shapes": description["shapes"], "tied": description["tied"]}
+
+
+def check_descriptions(pairs: Iterable[tuple[str, str]]) -> None:
+    """Compare descriptions in the table with models of transformers."""
+    stored = decode_table(json.loads(FILE.read_bytes()))
+    for model_type, task in pairs:
+        described = describe_class(model_type, task)
+        if described is not None:
+            name, description = described
+            assert sort_facts(stored[f"{model_type} {name}"]) == sort_facts(description), (model_type, task)
+
+
+@pytest.mark.parametrize("pair", DESCRIBED_PAIRS, ids=lambda pair: pair[0])
+def test_expected_tensors_match_transformers(pair: tuple[str, str]) -> None:
+    check_descriptions([pair])
+
+
+@pytest.mark.exhaustive
+def test_all_expected_tensors_match_transformers() -> None:
+    check_descriptions(list_pairs())
+
+
 def builds_same_model(config: dict[str, Any], state: Mapping[str, Any]) -> bool:
     """Return whether transformers builds a model from a config whose tensors have the shapes of a state."""
     import torch
@@ -164,7 +221,7 @@ def builds_same_model(config: dict[str, Any], state: Mapping[str, Any]) -> bool:
     return all(shapes.get(name) == tensor.shape for name, tensor in state.items())
 
 
-INVALID = {
+INVALID: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1e9, -1, 0, "4", math.nan, math.inf, 4.0, True, [4], {}),
     "vocab_size": (-1, 10**30, "256", math.nan, 256.0, [256, "x"]),
     "hidden_size": (-1, 0, 10**30, 32.0),
