@@ -441,8 +441,8 @@ def main(model_types: Collection[str] = (), tasks: Collection[str] = ()) -> None
         if (not model_types or pair.model_type in model_types) and (not tasks or pair.task in tasks)
     ]
     is_complete = not model_types and not tasks
-    kept = {} if is_complete else decode_table(json.loads(FILE.read_bytes()))
-    table = encode_table({**kept, **describe_classes(pairs)})
+    unchanged = {} if is_complete else decode_table(json.loads(FILE.read_bytes()))
+    table = encode_table({**unchanged, **describe_classes(pairs)})
     lines = [
         f'"transformers": {json.dumps(table["transformers"])}',
         f'"classes": {json.dumps(table["classes"], separators=(",", ":"))}',
