@@ -25,6 +25,7 @@ from tests.converters.compare import error_of
 from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint
 from tests.converters.samples import all_samples, folder_of, parameters
 from tests.expected_tensors import FILE, create_config, decode_table, describe_class, find_class, list_pairs
+from tests.object_store import ObjectStore
 
 FEW_PAIRS = (
     ("llama", "causal-lm"),
@@ -126,6 +127,69 @@ def test_partial_converts_a_damaged_checkpoint(
 ) -> None:
     assert cli([str(damaged / "first-layer-dcp"), str(tmp_path / "out"), "--partial"]) == 0
     assert "--partial: config.json has num_hidden_layers 4, but layers are missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["dcp", "gguf", "merge"])
+def test_other_targets_compare_the_values_of_experts(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    from tests.converters.damages import repeat_experts
+    from tests.converters.make_damaged import build_state, write
+
+    state, config = build_state("mixtral")
+    base = tmp_path / "base"
+    write(base, "safetensors", repeat_experts(0, 2)(state, config), config)
+    if target == "merge":
+        module = "base_model.model.model.layers.0.self_attn.q_proj"
+        weight = state["model.layers.0.self_attn.q_proj.weight"]
+        factors = {f"{module}.lora_A.weight": weight[:2], f"{module}.lora_B.weight": weight[:, :2]}
+        (tmp_path / "adapter").mkdir()
+        save_file(
+            {name: factor.contiguous() for name, factor in factors.items()},
+            tmp_path / "adapter" / "adapter_model.safetensors",
+        )
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+        argv = [tmp_path / "adapter", tmp_path / "out", "--merge-into", base]
+    else:
+        argv = [base, tmp_path / "out", "--to", target]
+    assert "6 weights of experts equal to another expert" in error_of(capsys, *argv)
+    assert not (tmp_path / "out").exists()
+    assert cli([*map(str, argv), "--partial", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("name", ["repeated expert", "repeated experts of a published layout"])
+def test_experts_in_an_object_store_are_compared(
+    name: str, s3: ObjectStore, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (case,) = [case for case in SAMPLED if case.name == name]
+    s3.put_tree(damaged / case.folder, "model")
+    assert case.reason in error_of(capsys, s3.url("model"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "cause"),
+    [
+        (((4, 32), (16, 8)), "kept only the shard of one rank"),
+        (((4, 32), (16, 4), (0,)), "without gathering the partitions of ZeRO-3"),
+    ],
+)
+def test_inspect_names_the_cause_of_damaged_adapters(
+    shapes: tuple[tuple[int, ...], ...], cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    names = (f"{module}.lora_A.weight", f"{module}.lora_B.weight", f"{module[:-6]}k_proj.lora_A.weight")
+    tensors = {name: torch.ones(shape) for name, shape in zip(names, shapes, strict=False)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    assert cli(["inspect", str(tmp_path)]) == 1
+    assert cause in capsys.readouterr().out
 
 
 def test_empty_tensors_name_their_cause(
