@@ -359,11 +359,11 @@ def _asked(
 
     if options.dequantize is not None and options.merge_into is None:
         checkpoint = _floats(checkpoint, options.dequantize)
-    checkpoint, adapter = _adapter(checkpoint, given, options, models)
+    checkpoint, adapter, stored = _adapter(checkpoint, given, options, models)
     if given is not None and adapter is None:
         check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {options.config_from}")
     if adapter is None:
-        _check_complete(checkpoint, options)
+        _check_complete(checkpoint, stored, options)
         checkpoint = _rename_tensors(checkpoint, given, options)
         if options.trust_remote_code:
             checkpoint = _add_custom_code(checkpoint, models)
@@ -389,11 +389,12 @@ def _adapter(
     companions: Mapping[str, Place] | None,
     options: argparse.Namespace,
     models: Sequence[Place],
-) -> tuple[Checkpoint, Adapter | None]:
+) -> tuple[Checkpoint, Adapter | None, Checkpoint]:
     """Merge or extract the adapter in SRC, if there is one.
 
     Returns:
-        The checkpoint to write, and the adapter if it is written on its own.
+        The checkpoint to write, the adapter if it is written on its own, and the checkpoint with the stored
+        values of the experts.
     """
     from converters.adapters.adapter import find_adapter
     from converters.adapters.config import given_config
@@ -412,20 +413,20 @@ def _adapter(
             raise CheckpointError(
                 f"{given[0]}: adapters are written as safetensors or gguf; leave out --to {options.to}"
             )
-        return checkpoint, None
+        return checkpoint, None, checkpoint
     config = None if options.adapter_config is None else given_config(options.adapter_config)
     adapter = find_adapter(checkpoint, config=config, name=options.adapter_name)
     if adapter is None:
         if given:
             raise CheckpointError(f"{given[0]}: {checkpoint.root} holds no adapter")
-        return checkpoint, None
+        return checkpoint, None, checkpoint
     if options.merge_into is None:
         if adapter.base and not options.quiet:
             count = len(adapter.base)
             what = "1 tensor" if count == 1 else f"{count:,} tensors"
             more = f"; --merge-into {options.src} writes it merged" if adapter.has_base else ""
             _note(f"{what} of the base model left out{more}")
-        return adapter.checkpoint, adapter
+        return adapter.checkpoint, adapter, checkpoint
     if options.optimizer:
         raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
     base_path = models[1]
@@ -437,6 +438,7 @@ def _adapter(
         base = adapter.base_inside().with_companions(companions or {})
     else:
         base = open_checkpoint(base_path, companions=companions)
+    stored = base
     if options.dequantize is not None:
         base = _floats(base, options.dequantize)
     merged = merge(adapter, base, dtype=options.dtype)
@@ -444,7 +446,7 @@ def _adapter(
         _note(
             "the adapter changes only one of the tied embeddings: they become two, tie_word_embeddings: false"
         )
-    return merged, None
+    return merged, None, stored
 
 
 def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping[str, Any]:
@@ -473,13 +475,11 @@ def _rename_tensors(
     return rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
 
 
-def _check_complete(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
+def _check_complete(checkpoint: Checkpoint, stored: Checkpoint, options: argparse.Namespace) -> None:
     """Refuse an incomplete model unless `--partial` is given, and keep the problems for `_note_config`."""
     from converters.integrity import check_complete
 
-    # Reading a part of a merged weight may compute the complete weight.
-    read_values = options.merge_into is None
-    options.problems = check_complete(checkpoint, partial=options.partial, read_values=read_values)
+    options.problems = check_complete(checkpoint, partial=options.partial, stored=stored)
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

@@ -45,10 +45,12 @@ COMPANIONS = re.compile(
     r"|(video_)?preprocessor_config\.json|processor_config\.json|merged_adapters\.json|hf_quant_config\.json"
     r"|modules\.json|(config_)?sentence_\w+\.json|LICENSE(\.\w+)?|NOTICE"
 )
+CODE = "custom code"
+_WEIGHTS = "weights"
 # File names that are not companions, with the reason.
 _EXCLUDED: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
-        "weights",
+        _WEIGHTS,
         re.compile(
             r".+\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|distcp|h5|msgpack|onnx|onnx_data|np[yz]|tflite|ot|pkl"
             r"|pickle|nemo|engine|pb|zip|tar|[gx]z|zst|7z|parquet|arrow)|.+\.index\.json|\.metadata"
@@ -70,10 +72,23 @@ _EXCLUDED: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"|(all|train|eval)_results\.json"
         ),
     ),
-    ("custom code", re.compile(r".+\.(py|so|sh|ipynb)")),
+    (CODE, re.compile(r".+\.(py|so|sh|ipynb)")),
 )
-CODE = "custom code"
+OTHER_WEIGHTS = "weights that do not belong to the tensors of the model"
+# Names of the model's own files, of copies in other formats, and of training state.
+_OWN_WEIGHTS = re.compile(
+    r".*(model|adapter|consolidated|weights|shard|rank|states?|optim|ckpt|checkpoint|step|layer|zero|scheduler"
+    r"|scaler|training_args|metric).*"
+)
+_TORCH_FILE = re.compile(r".+\.(safetensors|bin|pt|pth)")
 _TEMPLATES = "additional_chat_templates"
+_GENERATION_CODE = "custom_generate"
+# Folders with copies of the model, with other checkpoints, and with logs.
+_EXPECTED_FOLDERS = re.compile(
+    r"model|hf|huggingface|tokenizer|original|onnx|openvino|gguf|coreml|metal|tf|flax|checkpoints?|runs?|logs?"
+    r"|wandb|tensorboard|assets|images|figures|eval.*|checkpoint-\d+|global_?step.*|step[-_]?\d+|_.*|\..*"
+    r"|(pytorch_model|optimizer|model|optim|sampler|scheduler|dataloader|dist|shard|iter).*"
+)
 MAX_SMALL_FILE, _MAX_SMALL_FILES = 32 << 20, 200
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
@@ -138,9 +153,12 @@ def find_excluded_files(root: Place) -> dict[str, str]:
         root: Folder or file of the model.
 
     Returns:
-        The reason for each file, keyed by file name.
+        The reason for each file, keyed by file name. The name of a folder ends with a slash.
     """
-    return _classify_files(_get_folder(root))[1]
+    excluded = _classify_files(_get_folder(root))[1]
+    if excluded.get(root.name) == OTHER_WEIGHTS and not root.is_dir():
+        excluded[root.name] = _WEIGHTS  # the model itself
+    return excluded
 
 
 def find_custom_code(root: Place) -> dict[str, Place]:
@@ -152,9 +170,15 @@ def find_custom_code(root: Place) -> dict[str, Place]:
     Returns:
         Paths of the files, keyed by file name.
     """
-    excluded = find_excluded_files(root)
-    names = [name for name, reason in excluded.items() if reason == CODE and name.endswith(".py")]
-    return _search_folders([_get_folder(root)], re.compile("|".join(map(re.escape, names)))) if names else {}
+    folder = _get_folder(root)
+    files: dict[str, Place] = {}
+    for name, reason in find_excluded_files(root).items():
+        if reason == CODE and (name.endswith(".py") or name.startswith(f"{_GENERATION_CODE}/")):
+            try:
+                files[name] = inside(folder / name, folder)
+            except LinkError as error:
+                _log.warning("warning: %s; not copied", printable(error))
+    return files
 
 
 def _get_folder(root: Place) -> Place:
@@ -171,8 +195,9 @@ def _get_exclusion_reason(name: str) -> str | None:
 def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
     """Classify the files in the folder of a model.
 
-    The files of named chat templates and of sentence-transformers modules are in subfolders, so their names
-    contain the subfolder.
+    The files of named chat templates, of custom generation code and of sentence-transformers modules are in
+    subfolders, so their names contain the subfolder. The weights of these modules are companions, because the
+    model's own files do not contain them.
 
     Returns:
         Paths of the companion files, and the reason for each of the other files, keyed by file name. Both are
@@ -184,16 +209,29 @@ def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
     by_name = {entry.name: entry for entry in entries}
     if "config.json" not in by_name or not _is_usable(by_name["config.json"], "config.json"):
         return companions, excluded
-    subfolders = [_TEMPLATES, *_read_sentence_modules(by_name.get("modules.json"), folder)]
-    nested = [entry for name in subfolders if name in by_name for entry in _list_entries(by_name[name])]
-    for entry in (*entries, *nested):
-        name = entry.name if entry in entries else f"{entry.parent.name}/{entry.name}"
+    modules = _read_sentence_modules(by_name.get("modules.json"), folder)
+    subfolders = [_TEMPLATES, _GENERATION_CODE, *modules]
+    nested = [
+        (name, entry) for name in subfolders if name in by_name for entry in _list_entries(by_name[name])
+    ]
+    for parent, entry in (*(("", entry) for entry in entries), *nested):
+        name = f"{parent}/{entry.name}" if parent else entry.name
         try:
             if not entry.is_file():
+                is_expected = parent or name in subfolders or _EXPECTED_FOLDERS.fullmatch(name)
+                if not is_expected and entry.is_dir():
+                    excluded[f"{name}/"] = "a folder"
                 continue
             reason = None if COMPANIONS.fullmatch(entry.name) else _get_exclusion_reason(entry.name)
-            if reason is None and entry.stat().st_size > _get_size_limit(entry.name):
-                reason = f"larger than {_get_size_limit(entry.name) >> 20} MiB"
+            limit = _get_size_limit(entry.name)
+            if parent == _GENERATION_CODE:
+                reason = CODE
+            elif reason == _WEIGHTS and parent in modules:
+                reason, limit = None, MAX_TOKENIZER_FILE
+            elif reason == _WEIGHTS and _TORCH_FILE.fullmatch(name) and not _OWN_WEIGHTS.fullmatch(name):
+                reason = OTHER_WEIGHTS
+            if reason is None and entry.stat().st_size > limit:
+                reason = f"larger than {limit >> 20} MiB"
             if reason is None and len(companions) >= _MAX_SMALL_FILES:
                 reason = f"more than {_MAX_SMALL_FILES} files"
             if reason is None:

@@ -38,7 +38,7 @@ from converters.storage.path_or_url import in_store
 from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from converters.checkpoint import Checkpoint
     from converters.names.expected import ExpectedTensors, LayerStack
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 10
 _BLOCK_BYTES = 1 << 20
+_CONNECTIONS = 16
 _SAMPLE_ELEMENTS = 64
 _EXPERT = re.compile(
     r"(?P<module>(?:.+\.)?(?:experts|local_experts|expert))\.(?:expert_)?(?P<number>\d{1,6})\.(?P<rest>.+)"
@@ -93,14 +94,14 @@ class Problem:
 
 
 def check_complete(
-    checkpoint: Checkpoint, *, partial: bool = False, read_values: bool = True
+    checkpoint: Checkpoint, *, partial: bool = False, stored: Checkpoint | None = None
 ) -> list[Problem]:
     """Check that a checkpoint is a complete model.
 
     Args:
         checkpoint: Checkpoint to convert.
         partial: Whether to accept an incomplete model.
-        read_values: Whether to compare the values of experts, see `find_problems`.
+        stored: Checkpoint with the values of the experts, see `find_problems`.
 
     Returns:
         The problems that a conversion repairs. If `partial` is True, all problems.
@@ -108,7 +109,7 @@ def check_complete(
     Raises:
         CheckpointError: If tensors are missing or contradict the config. The message lists the problems.
     """
-    problems = find_problems(checkpoint, read_values=read_values)
+    problems = find_problems(checkpoint, stored=stored)
     serious = [problem for problem in problems if not problem.repaired]
     if serious and not partial:
         described = "; ".join(map(str, serious[:4]))
@@ -121,13 +122,17 @@ def check_complete(
     return problems
 
 
-def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[Problem]:
+def find_problems(
+    checkpoint: Checkpoint, *, read_values: bool = True, stored: Checkpoint | None = None
+) -> list[Problem]:
     """Find the reasons why a checkpoint is not a complete model.
 
     Args:
         checkpoint: Checkpoint of a model or of an adapter, with any names.
         read_values: Whether to compare the values of experts. For most experts, this reads a few bytes. In an
-            object store, the values are not compared.
+            object store, only one weight of each expert is compared.
+        stored: Checkpoint whose experts are compared. By default, `checkpoint`. If an adapter is merged, the
+            base model, because reading a part of a merged weight may compute the complete weight.
 
     Returns:
         The problems. Empty if the checkpoint is complete, or if nothing certain is known about the model.
@@ -161,8 +166,9 @@ def find_problems(checkpoint: Checkpoint, *, read_values: bool = True) -> list[P
                 check_fits(tensors, config, "config.json")
         except CheckpointError as error:
             problems.append(Problem("config", str(error).rpartition("; ")[0]))
-    if read_values and not in_store(checkpoint.root):
-        problems += _find_bad_values(tensors, config)
+    if read_values:
+        stored = checkpoint if stored is None else stored
+        problems += _find_bad_values(stored.tensors, config, is_remote=in_store(stored.root))
     problems += _find_contradictions(checkpoint, config, expected)
     return problems
 
@@ -653,6 +659,10 @@ def _find_expert_problems(
             holes += [f"{module}.{i}" for i in range(min(size, 100_000)) if i not in experts]
         elif counts and size not in counts:
             wrong.append(f"{module} has {size:,}")
+        unused = config.get(_ZERO_EXPERTS)
+        if isinstance(unused, int) and size - unused in counts:
+            for number in range(max(0, size - unused), size):
+                experts.pop(number, None)  # transformers only stores some tensors of these experts
         usual = Counter(rest for rests in experts.values() for rest in rests)
         for number, rests in sorted(experts.items()):
             holes += [
@@ -685,22 +695,29 @@ def _find_expert_problems(
 def _list_expert_counts(config: Mapping[str, Any], *, least: int = 1) -> set[int]:
     """Return the numbers of experts that a config allows. Empty if the config does not contain any."""
     counts: set[int] = set()
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for part in parts:
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        parts += [value for value in part.values() if isinstance(value, dict)]
         for key, value in part.items():
             if not EXPERT_COUNT.fullmatch(key):
                 continue
             values = value if isinstance(value, list) else [value]
             numbers = [number for number in values if type(number) is int and number >= least]
             counts |= {*numbers, *([sum(numbers)] if len(numbers) > 1 else [])}
+            if key == "moe_num_experts" and "vision_config" in config:
+                # ERNIE 4.5 VL stores the experts of images behind the experts of texts.
+                counts |= {2 * number for number in numbers}
         # LongCat-Flash also has experts without parameters, which transformers counts.
         if type(extra := part.get(_ZERO_EXPERTS)) is int:
             counts |= {count + extra for count in counts}
     return counts
 
 
-def _find_bad_values(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Problem]:
-    """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
+def _group_expert_weights(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[tuple[str, str], list[_ExpertWeight]]:
+    """Return the weights of the experts of each layer that may be compared with each other."""
     unused = config.get(_ZERO_EXPERTS)
     groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
     for name, tensor in tensors.items():
@@ -712,14 +729,40 @@ def _find_bad_values(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -
                 groups.setdefault((match["module"], match["rest"]), []).append(expert)
         elif _EXPERT_STACK.fullmatch(name) and len(tensor.shape) >= 3 and tensor.numel:
             # The experts without parameters are at the end of the stack.
-            count = tensor.shape[0] - (unused if type(unused) is int and 0 <= unused < tensor.shape[0] else 0)
+            count = tensor.shape[0]
+            if isinstance(unused, int) and 0 <= unused < count:
+                count -= unused
             groups[name, ""] = [_ExpertWeight(f"{name}[{i}]", tensor, i) for i in range(count)]
+    return groups
+
+
+def _read_samples(weights: Sequence[_ExpertWeight]) -> dict[_ExpertWeight, Array]:
+    """Read the samples of weights in an object store with several connections."""
+    from concurrent.futures import ThreadPoolExecutor  # not at the top, because the import is slow
+
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        return dict(zip(weights, pool.map(_ExpertWeight.read_sample, weights), strict=True))
+
+
+def _find_bad_values(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, is_remote: bool
+) -> list[Problem]:
+    """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
+    groups = _group_expert_weights(tensors, config)
+    samples: dict[_ExpertWeight, Array] = {}
+    if is_remote:
+        # Each weight needs a request. Lost or repeated experts differ in all of their weights.
+        firsts: dict[str, tuple[str, str]] = {}
+        for name, rest in groups:
+            firsts.setdefault(name if rest else name.rpartition("experts")[0], (name, rest))
+        groups = {key: groups[key] for key in firsts.values()}
+        samples = _read_samples([weight for experts in groups.values() for weight in experts])
     zero: list[str] = []
     equal: list[str] = []
     for experts in groups.values():
         by_sample: dict[bytes, list[_ExpertWeight]] = {}
         for expert in experts:
-            sample = expert.read_sample()
+            sample = samples[expert] if is_remote else expert.read_sample()
             if not (sample != 0).any() and expert.is_zero():
                 zero.append(expert.name)
                 continue
@@ -748,7 +791,7 @@ def _find_bad_values(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -
     return problems
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _ExpertWeight:
     """Weight of one expert: a tensor, or one index of a stack of experts.
 

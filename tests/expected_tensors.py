@@ -16,12 +16,13 @@ contains only facts that hold in all variants that can be built:
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -62,15 +63,36 @@ _STRINGS = (
 )
 
 
-def build_table(pairs: Any = None) -> dict[str, Any]:
-    """Build the content of the file.
+Description = dict[str, Any]
+"""Facts about a class: `required`, `untied`, `stacks`, `shapes` and `tied`."""
 
-    Args:
-        pairs: Pairs of a model type and a task, all by default.
-    """
-    import transformers
 
+def list_pairs() -> list[Any]:
+    """Return the pairs of a model type and a task whose classes are in the file."""
     from tests import architectures
+
+    return [pair for pair in architectures.pairs() if pair.model_type not in _EXCLUDED_TYPES]
+
+
+def describe_classes(pairs: Any) -> dict[str, Description]:
+    """Describe the classes of pairs of a model type and a task in several processes.
+
+    Returns:
+        The descriptions, keyed by model type and class. Classes that cannot be built are missing.
+    """
+    descriptions = {}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for pair, described in zip(pairs, pool.map(describe_class, *zip(*pairs, strict=True)), strict=True):
+            print(*pair, described and described[1]["variants"], file=sys.stderr, flush=True)
+            if described is not None:
+                name, about = described
+                descriptions[f"{pair.model_type} {name}"] = about
+    return descriptions
+
+
+def encode_table(descriptions: Mapping[str, Description]) -> dict[str, Any]:
+    """Build the content of the file from descriptions of classes."""
+    import transformers
 
     strings: dict[str, int] = {}
     bodies: dict[str, int] = {}
@@ -79,21 +101,7 @@ def build_table(pairs: Any = None) -> dict[str, Any]:
     def number(names: Any) -> list[int]:
         return sorted(strings.setdefault(name, len(strings)) for name in sorted(names))
 
-    if pairs is None:
-        pairs = [
-            pair
-            for pair in architectures.pairs()
-            if pair.task != "sequence-classification" and pair.model_type not in _EXCLUDED_TYPES
-        ]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        descriptions = []
-        for pair, described in zip(pairs, pool.map(describe_class, *zip(*pairs, strict=True)), strict=True):
-            descriptions.append(described)
-            print(*pair, described and described[1]["variants"], file=sys.stderr, flush=True)
-    for (model_type, _), described in zip(pairs, descriptions, strict=True):
-        if described is None:
-            continue
-        name, about = described
+    for key, about in descriptions.items():
         body = {
             "required": number(about["required"]),
             "untied": number(about["untied"]),
@@ -111,13 +119,39 @@ def build_table(pairs: Any = None) -> dict[str, Any]:
             },
             "tied": about["tied"],
         }
-        classes[f"{model_type} {name}"] = bodies.setdefault(json.dumps(body, sort_keys=True), len(bodies))
+        classes[key] = bodies.setdefault(json.dumps(body, sort_keys=True), len(bodies))
     return {
         "transformers": transformers.__version__,
         "classes": classes,
         "strings": list(strings),
         "bodies": [json.loads(body) for body in bodies],
     }
+
+
+def decode_table(table: Mapping[str, Any]) -> dict[str, Description]:
+    """Return the descriptions of the classes in the content of the file."""
+    strings = table["strings"]
+
+    def names(numbers: Any) -> list[str]:
+        return [strings[number] for number in numbers]
+
+    def decode(body: Mapping[str, Any]) -> Description:
+        return {
+            "required": names(body["required"]),
+            "untied": names(body["untied"]),
+            "stacks": {
+                strings[int(stack)]: {
+                    "depth": layers["depth"],
+                    "always": names(layers["always"]),
+                    "groups": [names(group) for group in layers["groups"]],
+                }
+                for stack, layers in body["stacks"].items()
+            },
+            "shapes": {strings[int(text)]: formulas.split(" ") for text, formulas in body["shapes"].items()},
+            "tied": body["tied"],
+        }
+
+    return {key: decode(table["bodies"][index]) for key, index in table["classes"].items()}
 
 
 def create_config(model_type: str, task: str) -> Any:
@@ -394,9 +428,21 @@ def describe_class(model_type: str, task: str) -> tuple[str, dict[str, Any]] | N
     }
 
 
-def main() -> None:
-    """Write the file."""
-    table = build_table()
+def main(model_types: Collection[str] = (), tasks: Collection[str] = ()) -> None:
+    """Write the file.
+
+    Args:
+        model_types: Types to build. The classes of the other types keep their descriptions. Empty for all.
+        tasks: Tasks to build. Empty for all.
+    """
+    pairs = [
+        pair
+        for pair in list_pairs()
+        if (not model_types or pair.model_type in model_types) and (not tasks or pair.task in tasks)
+    ]
+    is_complete = not model_types and not tasks
+    unchanged = {} if is_complete else decode_table(json.loads(FILE.read_bytes()))
+    table = encode_table({**unchanged, **describe_classes(pairs)})
     lines = [
         f'"transformers": {json.dumps(table["transformers"])}',
         f'"classes": {json.dumps(table["classes"], separators=(",", ":"))}',
@@ -406,5 +452,14 @@ def main() -> None:
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.expected_tensors")
+    parser.add_argument("model_types", nargs="*", help="types to build; all by default")
+    parser.add_argument("--task", action="append", default=[], help="task to build; all by default")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    main()
+    arguments = parse_arguments()
+    main(arguments.model_types, arguments.task)

@@ -75,7 +75,8 @@ def compute_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         The sizes, keyed by formula. A formula is missing if the config does not contain its values.
     """
     text = config.get("text_config")
-    values = {**config, **(text if isinstance(text, dict) else {})}
+    # A composite config may have default values that do not apply to its language model.
+    values = text if isinstance(text, dict) and text else config
     sizes: dict[str, int] = {}
     for letter, keys in _KEYS.items():
         numbers = [values[key] for key in keys if type(values.get(key)) is int and values[key] > 0]

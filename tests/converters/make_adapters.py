@@ -35,14 +35,14 @@ LORA: dict[str, Any] = {
 }
 
 
-def llama() -> Any:
-    return tiny_model("llama", attention_bias=True, tie_word_embeddings=False)
+def llama(*, tied: bool = False) -> Any:
+    return tiny_model("llama", attention_bias=True, tie_word_embeddings=tied)
 
 
-def adapted() -> Any:
-    model = llama()
+def adapted(*, tied: bool = False) -> Any:
+    model = llama(tied=tied)
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    return peft.get_peft_model(model, peft.LoraConfig(**{**LORA, "modules_to_save": ["lm_head"][tied:]}))
 
 
 def loss_of(model: Any, step: int) -> torch.Tensor:
@@ -51,18 +51,20 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
     return loss
 
 
-def save_reference(values: dict[str, torch.Tensor], folder: str) -> None:
+def save_reference(values: dict[str, torch.Tensor], folder: str, *, tied: bool = False) -> None:
     """What peft saves of a model with these values."""
-    model = adapted()
+    model = adapted(tied=tied)
     missing, unexpected = model.load_state_dict(values, strict=False)
     assert not unexpected
     assert not [name for name in missing if "lora" in name]
     model.save_pretrained(folder)
 
 
-def zero(out: Path, name: str, stage: int, precision: str = "fp32", *, frozen: bool = False) -> None:
+def zero(
+    out: Path, name: str, stage: int, precision: str = "fp32", *, frozen: bool = False, tied: bool = False
+) -> None:
     """As the Trainer saves (the trainable part), or as Accelerate's `save_state` does (all of it)."""
-    model = adapted()
+    model = adapted(tied=tied)
     settings = deepspeed_config(stage, precision, {})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
@@ -76,7 +78,7 @@ def zero(out: Path, name: str, stage: int, precision: str = "fp32", *, frozen: b
         if parameter.requires_grad
     }
     if dist.get_rank() == 0:
-        save_reference(values, f"{out / name}.adapter")
+        save_reference(values, f"{out / name}.adapter", tied=tied)
     engine.destroy()
     dist.barrier()
 
@@ -112,6 +114,7 @@ def two_ranks(rank: int, world: int, out: Path) -> None:
     zero(out, "zero1", 1)
     zero(out, "zero2-bf16", 2, "bf16")
     zero(out, "zero3", 3)
+    zero(out, "zero3-tied", 3, tied=True)
     zero(out, "zero2-frozen", 2, frozen=True)
     zero(out, "zero3-frozen", 3, frozen=True)
     fsdp(out)

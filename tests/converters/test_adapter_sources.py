@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from converters import fingerprint, open_checkpoint
 from converters.cli import main
 
-ZERO = ("zero1", "zero2-bf16", "zero3", "zero2-frozen", "zero3-frozen")
+ZERO = ("zero1", "zero2-bf16", "zero3", "zero3-tied", "zero2-frozen", "zero3-frozen")
 FSDP = ("fsdp-sharded", "fsdp-sharded-alone", "fsdp-full", "fsdp-full-alone")
 WHOLE = ("zero2-frozen", "zero3-frozen", "fsdp-sharded", "fsdp-full")
 

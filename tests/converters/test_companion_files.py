@@ -29,6 +29,11 @@ COPIED = {
 }
 EXCLUDED = {
     "modeling_own.py": files.CODE,
+    "custom_generate/generate.py": files.CODE,
+    "custom_generate/requirements.txt": files.CODE,
+    "mm_projector.bin": files.OTHER_WEIGHTS,
+    "non_lora_trainables.bin": files.OTHER_WEIGHTS,
+    "v_head.safetensors": files.OTHER_WEIGHTS,
     "training_args.bin": "weights",
     "pytorch_model.bin": "weights",
     "events.out.tfevents.1": "a log",
@@ -42,7 +47,8 @@ EXCLUDED = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "base"
     tiny_model("llama").save_pretrained(folder)
-    (folder / "additional_chat_templates").mkdir()
+    for name in ("additional_chat_templates", "custom_generate", "speech_decoder", "checkpoint-10", "onnx"):
+        (folder / name).mkdir()
     for name in {*COPIED, *EXCLUDED} - {"config.json", "generation_config.json"}:
         (folder / name).write_text("{}")
     return folder
@@ -57,11 +63,17 @@ def test_small_files_are_copied(model: Path, tmp_path: Path, capsys: pytest.Capt
     assert main([str(model), str(tmp_path / "out")]) == 0
     assert list_written_files(tmp_path / "out") == COPIED
     messages = capsys.readouterr().err
-    assert "note: not copied: modeling_own.py (custom code); --trust-remote-code copies the code" in messages
-    assert files.find_excluded_files(model) == {**EXCLUDED, "model.safetensors": "weights"}
+    excluded = {**EXCLUDED, "model.safetensors": "weights", "speech_decoder/": "a folder"}
+    assert files.find_excluded_files(model) == excluded
+    (note,) = [line for line in messages.splitlines() if line.startswith("note: not copied: ")]
+    assert note.endswith("; --trust-remote-code copies the code")
+    for name, reason in excluded.items():
+        assert (f"{name} ({reason})" in note) == (reason in (files.CODE, files.OTHER_WEIGHTS, "a folder"))
     # The same conversion may replace an output with such files, but another conversion may not.
     assert main([str(model), str(tmp_path / "out"), "--overwrite", "--trust-remote-code", "--quiet"]) == 0
-    assert list_written_files(tmp_path / "out") == COPIED | {"modeling_own.py"}
+    assert list_written_files(tmp_path / "out") == COPIED | {
+        name for name, reason in EXCLUDED.items() if reason == files.CODE
+    }
     tiny_model("llama").save_pretrained(tmp_path / "plain")
     assert main([str(tmp_path / "plain"), str(tmp_path / "out"), "--overwrite", "--quiet"]) == 2
     assert "which no conversion wrote" in capsys.readouterr().err
@@ -78,14 +90,23 @@ def test_config_from_copies_small_files(model: Path, tmp_path: Path) -> None:
 def test_sentence_transformers_modules_are_copied(model: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     tiny_model("llama").save_pretrained(base)
-    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "../other"}, {"path": 3}, "x"]
+    modules = [
+        {"path": ""},
+        {"path": "1_Pooling"},
+        {"path": "2_Dense"},
+        {"path": "../other"},
+        {"path": 3},
+        "x",
+    ]
     (base / "modules.json").write_text(json.dumps(modules))
-    for name in ("1_Pooling", "2_Unlisted"):
+    for name in ("1_Pooling", "2_Dense", "3_Unlisted"):
         (base / name).mkdir()
         (base / name / "config.json").write_text("{}")
+    (base / "2_Dense" / "model.safetensors").write_bytes(b"dense")
     assert main([str(base), str(tmp_path / "out"), "--quiet"]) == 0
+    assert (tmp_path / "out" / "2_Dense" / "model.safetensors").read_bytes() == b"dense"
     assert {"modules.json", "1_Pooling/config.json"} <= list_written_files(tmp_path / "out")
-    assert "2_Unlisted/config.json" not in list_written_files(tmp_path / "out")
+    assert "3_Unlisted/config.json" not in list_written_files(tmp_path / "out")
 
 
 def test_external_links_and_large_files_are_not_copied(

@@ -26,6 +26,7 @@ from tests.converters.compare import (
     load,
     refused,
 )
+from tests.tiny_models import tiny_model
 
 
 def test_metadata_of_a_python_that_pickles_members_by_name(
@@ -155,6 +156,17 @@ def blank(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: blank(item) for key, item in value.items()}
     return [blank(item) for item in value] if isinstance(value, list) else value
+
+
+def test_dcp_of_a_tied_model_loads_into_its_live_state(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    assert main([str(tmp_path / "base"), str(tmp_path / "out"), "--to", "dcp", "--quiet"]) == 0
+    weights = model.state_dict()
+    assert "lm_head.weight" in weights
+    state = {"model": blank(weights)}
+    dcp_load(state, checkpoint_id=tmp_path / "out")
+    assert all(bits(state["model"][name]) == bits(value) for name, value in weights.items())
 
 
 def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Path) -> None:

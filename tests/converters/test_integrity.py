@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from tests import architectures
 from tests.converters.compare import error_of
 from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint
 from tests.converters.samples import all_samples, folder_of, parameters
-from tests.expected_tensors import create_config, find_class
+from tests.expected_tensors import FILE, create_config, decode_table, describe_class, find_class, list_pairs
+from tests.object_store import ObjectStore
 
 FEW_PAIRS = (
     ("llama", "causal-lm"),
@@ -42,10 +45,21 @@ FEW_PAIRS = (
 
 
 def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
-    """Build a checkpoint in memory whose tensors have shapes, but no values."""
+    """Build a checkpoint whose tensors have shapes, but no values, beside a file with its config."""
     empty = Memory(b"")
     tensors = {name: Tensor.contiguous(name, "F32", tuple(shape), empty) for name, shape in shapes.items()}
-    return Checkpoint(format="safetensors", root=Path("model"), tensors=tensors, config=config, ties=False)
+    file = Path(create_folder().name) / "config.json"
+    file.write_text(json.dumps(config))
+    companions: dict[str, Any] = {"config.json": file}
+    return Checkpoint(
+        format="safetensors", root=Path("model"), tensors=tensors, companions=companions, ties=False
+    )
+
+
+@cache
+def create_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder that is removed at the end of the process."""
+    return tempfile.TemporaryDirectory()
 
 
 def build_shapes(config: Any, model_class: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
@@ -115,6 +129,69 @@ def test_partial_converts_a_damaged_checkpoint(
     assert "--partial: config.json has num_hidden_layers 4, but layers are missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("target", ["dcp", "gguf", "merge"])
+def test_other_targets_compare_the_values_of_experts(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    from tests.converters.damages import repeat_experts
+    from tests.converters.make_damaged import build_state, write
+
+    state, config = build_state("mixtral")
+    base = tmp_path / "base"
+    write(base, "safetensors", repeat_experts(0, 2)(state, config), config)
+    if target == "merge":
+        module = "base_model.model.model.layers.0.self_attn.q_proj"
+        weight = state["model.layers.0.self_attn.q_proj.weight"]
+        factors = {f"{module}.lora_A.weight": weight[:2], f"{module}.lora_B.weight": weight[:, :2]}
+        (tmp_path / "adapter").mkdir()
+        save_file(
+            {name: factor.contiguous() for name, factor in factors.items()},
+            tmp_path / "adapter" / "adapter_model.safetensors",
+        )
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+        argv = [tmp_path / "adapter", tmp_path / "out", "--merge-into", base]
+    else:
+        argv = [base, tmp_path / "out", "--to", target]
+    assert "6 weights of experts equal to another expert" in error_of(capsys, *argv)
+    assert not (tmp_path / "out").exists()
+    assert cli([*map(str, argv), "--partial", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("name", ["repeated expert", "repeated experts of a published layout"])
+def test_experts_in_an_object_store_are_compared(
+    name: str, s3: ObjectStore, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (case,) = [case for case in SAMPLED if case.name == name]
+    s3.put_tree(damaged / case.folder, "model")
+    assert case.reason in error_of(capsys, s3.url("model"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "cause"),
+    [
+        (((4, 32), (16, 8)), "kept only the shard of one rank"),
+        (((4, 32), (16, 4), (0,)), "without gathering the partitions of ZeRO-3"),
+    ],
+)
+def test_inspect_names_the_cause_of_damaged_adapters(
+    shapes: tuple[tuple[int, ...], ...], cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    names = (f"{module}.lora_A.weight", f"{module}.lora_B.weight", f"{module[:-6]}k_proj.lora_A.weight")
+    tensors = {name: torch.ones(shape) for name, shape in zip(names, shapes, strict=False)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    assert cli(["inspect", str(tmp_path)]) == 1
+    assert cause in capsys.readouterr().out
+
+
 def test_empty_tensors_name_their_cause(
     damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +226,50 @@ def read_config(out: Path) -> dict[str, Any]:
     return config
 
 
+DESCRIBED_PAIRS = (
+    ("llama", "causal-lm"),
+    ("gemma3_text", "causal-lm"),
+    ("gpt2", "sequence-classification"),
+    ("qwen3_moe", "causal-lm"),
+    ("deepseek_v3", "causal-lm"),
+    ("qwen3_next", "causal-lm"),
+    ("nemotron_h", "causal-lm"),
+    ("zamba2", "causal-lm"),
+    ("bert", "masked-lm"),
+    ("t5", "seq2seq-lm"),
+)
+
+
+def sort_facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description of a class whose facts can be compared."""
+    stacks = {
+        stack: {**layers, "always": set(layers["always"]), "groups": set(map(frozenset, layers["groups"]))}
+        for stack, layers in description["stacks"].items()
+    }
+    names = {key: set(description[key]) for key in ("required", "untied")}
+    return {**names, "stacks": stacks, "shapes": description["shapes"], "tied": description["tied"]}
+
+
+def check_descriptions(pairs: Iterable[tuple[str, str]]) -> None:
+    """Compare descriptions in the table with models of transformers."""
+    stored = decode_table(json.loads(FILE.read_bytes()))
+    for model_type, task in pairs:
+        described = describe_class(model_type, task)
+        if described is not None:
+            name, description = described
+            assert sort_facts(stored[f"{model_type} {name}"]) == sort_facts(description), (model_type, task)
+
+
+@pytest.mark.parametrize("pair", DESCRIBED_PAIRS, ids=lambda pair: pair[0])
+def test_expected_tensors_match_transformers(pair: tuple[str, str]) -> None:
+    check_descriptions([pair])
+
+
+@pytest.mark.exhaustive
+def test_all_expected_tensors_match_transformers() -> None:
+    check_descriptions(list_pairs())
+
+
 def builds_same_model(config: dict[str, Any], state: Mapping[str, Any]) -> bool:
     """Return whether transformers builds a model from a config whose tensors have the shapes of a state."""
     import torch
@@ -164,7 +285,7 @@ def builds_same_model(config: dict[str, Any], state: Mapping[str, Any]) -> bool:
     return all(shapes.get(name) == tensor.shape for name, tensor in state.items())
 
 
-INVALID = {
+INVALID: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1e9, -1, 0, "4", math.nan, math.inf, 4.0, True, [4], {}),
     "vocab_size": (-1, 10**30, "256", math.nan, 256.0, [256, "x"]),
     "hidden_size": (-1, 0, 10**30, 32.0),

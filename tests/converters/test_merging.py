@@ -329,6 +329,37 @@ def test_layouts_of_factors_of_square_experts(
         assert_same_logits(pair.merge(), pair.trained)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe", "gpt_neox"])
+def test_adapters_with_published_names_merge_into_a_base_with_names_in_memory(
+    kind: str, tmp_path: Path
+) -> None:
+    """transformers 4 has the published names in memory, and an adapter for each expert."""
+    tiny_model(kind).save_pretrained(tmp_path / "base")
+    assert main([str(tmp_path / "base"), str(tmp_path / "live"), "--names", "live", "--quiet"]) == 0
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    assert base.keys() != load_file(tmp_path / "live" / "model.safetensors").keys()
+    generator = torch.Generator().manual_seed(1)
+    words = ("experts.", "dense_4h_to_h", "embed_out", "q_proj")
+    factors, wanted = {}, dict(base)
+    for name, weight in base.items():
+        if weight.ndim == 2 and any(word in name for word in words):
+            left = 0.1 * torch.randn(3, weight.shape[1], generator=generator)
+            right = 0.1 * torch.randn(weight.shape[0], 3, generator=generator)
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            factors |= {f"{module}.lora_A.weight": left, f"{module}.lora_B.weight": right}
+            wanted[name] = weight + 5 / 3 * right @ left
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": "all-linear"}
+    (tmp_path / "adapter").mkdir()
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    for name in ("base", "live"):
+        argv = [str(tmp_path / "adapter"), str(tmp_path / f"{name}-out")]
+        assert main([*argv, "--merge-into", str(tmp_path / name), "--quiet"]) == 0
+    assert main([str(tmp_path / "live-out"), str(tmp_path / "published"), "--quiet"]) == 0
+    for folder in ("base-out", "published"):
+        assert_same(load_file(tmp_path / folder / "model.safetensors"), wanted, base)
+
+
 def refused(pair: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     """The one line of a refusal, after which nothing was written."""
     err = error_of(capsys, pair.adapter, pair.out, "--merge-into", pair.base, *more)
