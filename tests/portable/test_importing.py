@@ -178,12 +178,12 @@ def with_key(values: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
     parts = dotted.split(".")
     inside: Any = copied
     for part, following in zip(parts, [*parts[1:], None], strict=True):
-        at: Any = 0 if part == "*" else part
+        key: Any = 0 if part == "*" else part
         if following is None:
-            inside[at] = value
+            inside[key] = value
         elif part != "*" and not isinstance(inside.get(part), list if following == "*" else dict):
             inside[part] = [{}] if following == "*" else {}
-        inside = inside[at]
+        inside = inside[key]
     return copied
 
 
