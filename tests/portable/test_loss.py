@@ -203,12 +203,15 @@ def test_padding_is_not_among_the_tokens_of_a_router(
 ) -> None:
     """The router loss equals the loss of transformers for all tokens of each conversation."""
     rows = [{"messages": row["prompt"] + row["chosen"]} for row in pairs(2)]
+    settings = CAUSAL.get(model_type)
+    if settings is None:
+        settings = tiny_config(model_type, "causal-lm") | ROUTED
+        settings |= {name: 4 for name in ("num_experts", "num_local_experts") if name in settings}
     config = configured(
         tmp_path / "run",
         write_jsonl(tmp_path / "conversations.jsonl", rows),
         model__config={
-            **(CAUSAL.get(model_type) or tiny_config(model_type, "causal-lm") | ROUTED),
-            **{name: 4 for name in ("num_experts", "num_local_experts") if model_type not in CAUSAL},
+            **settings,
             "model_type": model_type,
             "vocab_size": 400,
             "max_position_embeddings": 96,
