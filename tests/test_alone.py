@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.model.build import model_config
 from portable.model.padding import explain_padding
 from portable.run.batches import train_loader
 from tests.alone import TOLERANCE, compare
 from tests.architectures import Pair, pairs
+from tests.engines import ENGINES, Engines
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import pairs as preferences
@@ -109,8 +111,10 @@ def longrope(limit: int) -> dict[str, Any]:
         {"data__packing": False},
         {"data__packing": "documents"},
         {"train__loss": "simpo"},
+        {"data__packing": False, "memory__activation_checkpointing": "full"},
+        {"data__packing": "documents", "memory__loss_chunk_tokens": 16},
     ],
-    ids=["padded", "packed", "pairs"],
+    ids=["padded", "packed", "pairs", "recomputed", "loss in chunks"],
 )
 @pytest.mark.parametrize("micro", [1, 4])
 def test_longrope_factors_follow_each_text(settings: dict[str, Any], micro: int, tmp_path: Path) -> None:
@@ -155,6 +159,41 @@ def test_longrope_factors_follow_each_text(settings: dict[str, Any], micro: int,
             assert log_probs_sum == pytest.approx(total, rel=1e-5)
         else:
             assert float(result.loss) == pytest.approx(total / labels, rel=1e-5)
+
+
+def take_longrope_steps(config: RunConfig) -> list[float]:
+    with opened(config) as trial:
+        results = [trial.step() for _ in range(2)]
+        return [
+            float(value)
+            for result in results
+            for value in trial.backend.read([result.loss, result.grad_norm])
+        ]
+
+
+@pytest.mark.parametrize("packing", [False, "documents"])
+@pytest.mark.parametrize("name", ["full_shard", "zero3", "xla", "full_shard, shared"])
+def test_rotations_are_the_same_on_every_engine(
+    name: str, packing: Any, engines: Engines, tmp_path: Path
+) -> None:
+    rows = [{"messages": row["prompt"] + row["chosen"]} for row in preferences(24)]
+    source = write_jsonl(tmp_path / "conversations.jsonl", rows)
+    results = []
+    for place, size, more in (("no_shard", 1, {}), (name, 2, ENGINES[name].settings)):
+        config = configured(
+            tmp_path / place,
+            source,
+            model__config=longrope(24),
+            data__chat_template="chatml",
+            data__seq_len=96,
+            data__packing=packing,
+            data__eval_fraction=0,
+            train__global_batch_size=4,
+            train__micro_batch_size=2,
+            **{"strategy": "no_shard", **more},
+        )
+        results.append(engines.run(place, size, take_longrope_steps, config))
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
 def texts_of(batch: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

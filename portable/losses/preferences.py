@@ -193,9 +193,16 @@ def _reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mappin
 
 
 def _frozen(name: str, device: torch.device) -> nn.Module:
+    from portable.errors import UserError, one_line
     from portable.model.build import find_pretrained_class
+    from portable.model.document_attention import check_direction
 
-    model: Any = find_pretrained_class(name).from_pretrained(name)
+    key = f"train.loss: reference {name}"
+    try:
+        model: Any = find_pretrained_class(name).from_pretrained(name)
+    except (UserError, OSError, ValueError) as error:
+        raise UserError(f"{key}: {one_line(error).removeprefix('model.name_or_path: ')}") from error
+    check_direction(model, key)
     model.eval().requires_grad_(False).to(device)
     if device.type == "xla":  # which unties them
         model.tie_weights()

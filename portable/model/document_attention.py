@@ -221,21 +221,23 @@ _NEVER_CAUSAL = ("cpmant",)
 """Model types whose attention is always in both directions."""
 
 
-def check_direction(model: PreTrainedModel) -> None:
+def check_direction(model: PreTrainedModel, key: str = "model") -> None:
     """Raise UserError if a causal language model attends to later tokens, because it would see its labels.
 
     Args:
         model: The model, on the meta device.
+        key: The setting that names the model, used in error messages.
     """
     text: Any = model.config.get_text_config()
-    name = f"model: {type(model).__name__} attends in both directions"
+    name = f"{key}: {type(model).__name__} attends in both directions"
     for setting, (values, causal) in _DIRECTIONS.items():
         value = getattr(text, setting, None)
         if not any(value is other or (value == other and value) for other in values):
             continue
         if setting == "is_decoder" and _is_causal(model):
             continue  # GPT-NeoX is causal anyway
-        path = "model.config" if text is model.config else "text_config in model.config"
+        path = "model.config" if key == "model" else "its config.json"
+        path = path if text is model.config else f"text_config in {path}"
         shown = str(value).lower()
         raise UserError(
             f"{name} ({setting}: {shown}), so each token sees its own label; set {setting}: {causal} in "

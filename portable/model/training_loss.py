@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from portable import plugins
 from portable.config.sources import training_names
-from portable.errors import UserError
+from portable.errors import UserError, one_line
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -174,6 +179,7 @@ class TrainingLoss:
         if wrong is not None:
             raise UserError(f"{self.key}: {wrong}")
         if torch.is_grad_enabled():
+            self._check_backward(outputs, batch, value[0])
             self._check_sum(outputs, batch, value[0])
             self._looked_at = True
         return value
@@ -189,6 +195,39 @@ class TrainingLoss:
             "give it weight(batch), computed from the batch alone" if self._weight is None else "correct it"
         )
         return f"{self.key}: the weights that it returns are {share:.6g} times {said}; {remedy}"
+
+    def _check_backward(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
+        """Raise UserError if the backward pass of the loss fails, for example after an in-place change."""
+        if total.device.type in ("meta", "xla"):
+            return
+        values = [value for value in vars(outputs).values() if isinstance(value, torch.Tensor)]
+        sources = [value for value in values if value.requires_grad]
+        try:
+            torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "out of memory" in str(error).lower():
+                raise
+            reason = f"{type(error).__name__}: {one_line(error)}{self._find_failing_line(outputs, batch)}"
+            raise UserError(f"{self.key}: its backward pass fails ({reason}); correct it") from error
+
+    def _find_failing_line(self, outputs: Outputs, batch: Batch) -> str:
+        """Return the file and line of the operation whose backward pass fails, or an empty string."""
+        copied = {
+            name: value.detach().requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in vars(outputs).items()
+        }
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with suppress(Exception), torch.autograd.set_detect_anomaly(True):
+                self._loss(type(outputs)(**copied), batch)[0].backward()
+        file = getattr(inspect.getmodule(inspect.unwrap(self._loss)), "__file__", None) or getattr(
+            inspect.getmodule(type(self._loss)), "__file__", None
+        )
+        lines = re.findall(r'File "([^"]+)", line (\d+)', "".join(str(each.message) for each in caught))
+        line = next((number for path, number in reversed(lines) if path == file), None)
+        return "" if line is None else f"; {Path(str(file)).name}, line {line}"
 
     def _check_sum(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the loss of a micro-batch is not the sum of that of its halves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -13,13 +14,14 @@ import pytest
 import yaml
 from transformers import Seq2SeqTrainingArguments
 from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig  # type: ignore[attr-defined]
+from trl.scripts.utils import DatasetConfig
 
 from portable.cli import main
 from portable.commands.importing import import_files
 from portable.config import RunConfig, keys, load_config
 from portable.config.importing.importer import PROGRAMS, read
 from portable.config.importing.rows import row_of
-from portable.config.importing.trainers import TRAINERS
+from portable.config.importing.trainers import TORCHTUNE, TRAINERS
 from portable.config.yaml_text import Document, parse
 from tests.published import tree
 
@@ -125,7 +127,8 @@ def test_a_default_of_a_program_yields_to_what_another_file_says(
 
 SCHEMAS = json.loads((IMPORTS / "schemas.json").read_text("utf-8"))
 """Defaults and keys of programs that are not installed here, read from the sources of the named release."""
-AXOLOTL_DEFAULTS, AXOLOTL_ENTRY_KEYS, FACTORY_DEFAULTS, TUNE_DATASETS = SCHEMAS.values()
+AXOLOTL_DEFAULTS, AXOLOTL_ENTRY_KEYS, FACTORY_DEFAULTS, TUNE_DATASETS, TUNE_DEFAULTS = SCHEMAS.values()
+PUBLISHED = yaml.safe_load((IMPORTS / "published_keys.yaml").read_text("utf-8"))
 MODEL = {"model_name_or_path": "org/model"}
 ENTRY = {"path": "org/chats", "type": "chat_template"}
 STARTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
@@ -142,6 +145,14 @@ STARTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         lambda: defaults_of(Seq2SeqTrainingArguments) | FACTORY_DEFAULTS,
     ),
 }
+TUNE_START: dict[str, Any] = {
+    "checkpointer": {"checkpoint_dir": "a"},
+    "model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", "lora_attn_modules": ["q_proj"]},
+    "optimizer": {"_component_": "torch.optim.AdamW"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
+}
+STARTS["torchtune with LoRA"] = (TUNE_START, lambda: TUNE_DEFAULTS)
 WITHOUT_WEIGHT = ("log.", "checkpoint.every_steps", "output_dir")
 """Settings that do not change the trained weights."""
 SAME_MEANING = {"dtype": "float32", "bf16": "auto"}
@@ -161,6 +172,21 @@ def defaults_of(*classes: Any) -> dict[str, Any]:
     return defaults
 
 
+def with_key(values: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a file with one more key. A star in the dotted path is the first entry of a list."""
+    copied: dict[str, Any] = copy.deepcopy(values)
+    parts = dotted.split(".")
+    inside: Any = copied
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        key: Any = 0 if part == "*" else part
+        if following is None:
+            inside[key] = value
+        elif part != "*" and not isinstance(inside.get(part), list if following == "*" else dict):
+            inside[part] = [{}] if following == "*" else {}
+        inside = inside[key]
+    return copied
+
+
 def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all settings of the run that a file describes, and the refused keys."""
     imported_run = read(Document(theirs, {}), "theirs.yaml")
@@ -176,14 +202,15 @@ def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -
     expected, _ = effective(start)
     compared = 0
     for key, value in defaults().items():
-        if key in start or row_of(TRAINERS, key) is None or SAME_MEANING.get(key) == value:
+        rows = TORCHTUNE if start is TUNE_START else TRAINERS
+        if key in start or row_of(rows, key) is None or SAME_MEANING.get(key) == value:
             continue
         compared += 1
-        named = read(Document({**start, key: value}, {}), "theirs.yaml")
+        named = read(Document(with_key(start, key, value), {}), "theirs.yaml")
         assert not named.refused
         if named.values == read(Document(start, {}), "theirs.yaml").values:
             continue
-        actual, _ = effective({**start, key: value})
+        actual, _ = effective(with_key(start, key, value))
         other = {setting: actual[setting] for setting in actual if actual[setting] != expected[setting]}
         assert not {setting for setting in other if not setting.startswith(WITHOUT_WEIGHT)}, (
             key,
@@ -191,6 +218,43 @@ def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -
             other,
         )
     assert compared > 5
+
+
+WITHOUT_EFFECT = ("profiler.", "checkpointer.checkpoint_files.", "gradient_checkpointing_kwargs.")
+"""Sections of published files whose keys have no effect on a run."""
+
+
+@pytest.mark.parametrize("files", [*PUBLISHED, "TRL"])
+def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
+    """A misspelled key at the place of each published key is named, or the section around it is."""
+    program = files.split()[0].partition(":")[0]
+    start = {"torchtune": TUNE_START, "axolotl": STARTS["axolotl"][0]}.get(program, STARTS["TRL"][0])
+    if program == "TRL":
+        published = [
+            field.name for each in (SFTConfig, DPOConfig, ModelConfig) for field in dataclasses.fields(each)
+        ]
+        published += [f"datasets.*.{field.name}" for field in dataclasses.fields(DatasetConfig)]
+    else:
+        published = PUBLISHED[files].split()
+    compared = 0
+    for dotted in published:
+        if dotted.startswith(WITHOUT_EFFECT):
+            continue
+        section, _, _ = dotted.rpartition(".")
+        misspelled = f"{section}.misspelled".strip(".")
+        imported_run = read(Document(with_key(start, misspelled, "xyz"), {}), "theirs.yaml")
+        lines = [*imported_run.refused, *imported_run.notes]
+        around = section.split(".")[0]
+        named = [line for line in lines if "misspelled" in line]
+        if section:
+            named += [
+                line
+                for line in lines
+                if line.startswith((f"theirs.yaml: {around}", f"theirs.yaml: {section}"))
+            ]
+        assert named, dotted
+        compared += 1
+    assert compared > 100
 
 
 SILENT = {"preprocess_shards": "sizes of work, not of data"}

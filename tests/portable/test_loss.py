@@ -28,6 +28,7 @@ from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import pairs
 from tests.runs import TINY_MODEL, configured
+from tests.tiny_models import tiny_config
 from tests.tpu.test_parity import MODELS as TINY
 
 SMALL: dict[str, Any] = {
@@ -186,17 +187,31 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
 @pytest.mark.parametrize(
     ("packing", "seq_len"), [(False, 48), (False, 96), ("documents", 80), ("documents", 96)]
 )
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "mixtral",
+        "gpt_oss",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")
+        ),
+    ],
+)
 def test_padding_is_not_among_the_tokens_of_a_router(
     model_type: str, packing: Any, seq_len: int, tmp_path: Path
 ) -> None:
     """The router loss equals the loss of transformers for all tokens of each conversation."""
     rows = [{"messages": row["prompt"] + row["chosen"]} for row in pairs(2)]
+    settings = CAUSAL.get(model_type)
+    if settings is None:
+        settings = tiny_config(model_type, "causal-lm") | ROUTED
+        settings |= {name: 4 for name in ("num_experts", "num_local_experts") if name in settings}
     config = configured(
         tmp_path / "run",
         write_jsonl(tmp_path / "conversations.jsonl", rows),
         model__config={
-            **CAUSAL[model_type],
+            **settings,
             "model_type": model_type,
             "vocab_size": 400,
             "max_position_embeddings": 96,

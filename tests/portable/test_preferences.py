@@ -500,6 +500,50 @@ def test_a_reference_computes_in_the_precision_of_the_policy(
     assert first["rewards/margins"] == first["rewards/chosen"] == first["rewards/accuracies"] == 0.0
 
 
+def test_a_reference_that_sees_its_labels_is_refused(data: Path, tmp_path: Path) -> None:
+    """BERT without ``is_decoder`` attends in both directions."""
+    import transformers
+
+    config = transformers.BertConfig(**{**TINY_MODEL, "model_type": "bert", "tie_word_embeddings": True})
+    transformers.AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "bert")
+    settings = {**PAIRS, "train__steps": 1}
+    loss = f"dpo(reference='{tmp_path / 'bert'}')"
+    with pytest.raises(UserError, match=r"^train.loss: reference .*bert: .*attends in both directions"):
+        losses(configured(tmp_path / "run", data, **{**settings, "train__loss": loss}))
+
+
+@pytest.mark.parametrize("loss", ["ipo(beta=0.1, ", "dpo(loss_type='hinge', "])
+def test_first_losses_with_a_reference_in_16_bits(loss: str, sft: Path, data: Path, tmp_path: Path) -> None:
+    """A reference that equals the policy has the loss of ratios of 0 in every formula."""
+    import transformers
+
+    base = tmp_path / "base"
+    shutil.copytree(sft / "base" / "final", base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16)
+    model.save_pretrained(base)
+    settings = {**PAIRS, "model__config": None, "model__name_or_path": str(base), "train__steps": 1}
+    settings |= {"train__loss": f"{loss}reference='{base}')"}
+    first = losses(configured(tmp_path / "run", data, **settings))[0]
+    assert first["loss"] == pytest.approx({"i": (0.5 / 0.1) ** 2, "d": 1.0}[loss[0]], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["full_shard", "zero3"])
+def test_ranks_cast_a_reference_like_the_policy(
+    name: str, sft: Path, data: Path, tmp_path: Path, engines: Engines
+) -> None:
+    import transformers
+
+    base = tmp_path / "base"
+    shutil.copytree(sft / "base" / "final", base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16)
+    model.save_pretrained(base)
+    settings = {**PAIRS, "model__config": None, "model__name_or_path": str(base), "precision": "bf16"}
+    settings |= {"train__loss": f"dpo(beta=1.0, reference='{base}')", "train__steps": 1}
+    config = configured(tmp_path / "run", data, **settings, **ENGINES[name].settings)
+    first = engines.run(name, 2, losses, config)[0]
+    assert first["loss"] == pytest.approx(LN_2, rel=1e-6) and first["rewards/margins"] == 0.0
+
+
 def test_without_an_adapter_there_is_none_to_switch_off(data: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, data, **{**PAIRS, "train__loss": "dpo(reference='adapter')"})
     with pytest.raises(UserError, match="the model has no adapter to switch off; set adapter"):

@@ -201,6 +201,11 @@ class Odd:
                 torch.zeros(3) + torch.zeros(7)
             case "helper":
                 functional.cross_entropy(torch.zeros(3, 2), torch.zeros(5).long())
+            case "undone":
+                changed = squares.exp()
+                total = (changed * changed).sum()
+                with torch.no_grad():
+                    changed.zero_()
             case "detached":
                 return total.detach(), weight
             case "in place":
@@ -213,6 +218,7 @@ ODD = {
     "fails": r"fails \(KeyError: 'no such.*column'; test_user_loss.py, line \d+\)",
     "shapes": r"fails \(RuntimeError: The size of tensor.*; test_user_loss.py, line \d+\)",
     "helper": r"fails \(ValueError: Expected input batch_size.*; test_user_loss.py, line \d+\)",
+    "undone": r"its backward pass fails \(RuntimeError: .*inplace.*; test_user_loss.py, line \d+\)",
     "detached": "the sum has no gradient",
     "in place": r"changes batch\['labels'\] in place; change a copy",
     "of rows": "the weights that it returns are ",

@@ -389,7 +389,11 @@ TRAINERS = {
                 {"log.project": value, "log.trackers": ["wandb"]} if value else {}
             ),
             "dataset_mixer dataset_mixture": _mixture,
-            "datasets pretraining_dataset": _axolotl_sources,
+            "datasets pretraining_dataset": lambda value, file: (
+                _axolotl_sources(value, file)
+                if file.get("base_model") is not None
+                else _mixture({"datasets": value}, file)
+            ),
             "dataset": _lf_names,
             "rl": _rl,
             "stage": _lf_stage,
