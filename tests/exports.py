@@ -225,7 +225,7 @@ def find_peft_fault(folder: Path, source: Path) -> str:
     try:
         adapted = peft.get_peft_model(_load_published(source), settings).eval()
         expected = _compute_logits(adapted)
-        adapted.save_pretrained(folder)
+        adapted.save_pretrained(str(folder))
         loaded = peft.PeftModel.from_pretrained(_load_published(source), folder).eval()
         difference = float((_compute_logits(loaded) - expected).abs().max())
     except Exception as error:

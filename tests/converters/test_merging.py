@@ -340,7 +340,8 @@ def test_adapters_with_published_names_merge_into_a_base_with_names_in_memory(
     assert base.keys() != load_file(tmp_path / "live" / "model.safetensors").keys()
     generator = torch.Generator().manual_seed(1)
     words = ("experts.", "dense_4h_to_h", "embed_out", "q_proj")
-    factors, wanted = {}, dict(base)
+    factors: dict[str, torch.Tensor] = {}
+    wanted = dict(base)
     for name, weight in base.items():
         if weight.ndim == 2 and any(word in name for word in words):
             left = 0.1 * torch.randn(3, weight.shape[1], generator=generator)
