@@ -26,6 +26,8 @@ _TEXT: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _LINEAR,
     "qwen2_vl": _build_rope_sections(1, 1, 2),
     "qwen2_5_vl": _build_rope_sections(1, 1, 2),
+    "qwen3_vl": _build_rope_sections(1, 1, 2),
+    "qwen3_vl_moe": _build_rope_sections(1, 1, 2),
     "qwen2_5_omni_thinker": _build_rope_sections(1, 1, 2),
     "glm46v": _build_rope_sections(1, 1, 2),
     "glm4v": _build_rope_sections(1, 1, 2),

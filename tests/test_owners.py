@@ -121,10 +121,14 @@ TOLERANCE_OF_FLOAT16 = 2e-2
 """The command of llama.cpp's converter writes float16 by default."""
 LIVE = ("mixtral", "gpt_neox")
 """Types that are also written with the names in memory, which a program that has the type rejects."""
+COMPOSITE = ("gemma3", "llama4", "llava", "qwen3_vl")
 ADAPTER = {"adapter__type": "lora", "adapter__r": 4}
 TRAINED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mixtral-from-scratch": ("mixtral", {}, ("transformers4", "mlx")),
     "gemma3-trained": ("gemma3", {}, ("transformers4",)),
+    "llava-trained": ("llava", {}, ("transformers4",)),
+    "llama4-trained": ("llama4", {}, ("transformers4",)),
+    "qwen3_vl-trained": ("qwen3_vl", {}, ("transformers4",)),
     "qwen3_moe-merged": ("qwen3_moe", {**ADAPTER, "checkpoint__export": "merged"}, ("transformers4", "mlx")),
     "llama-adapter": ("llama", ADAPTER, ("transformers4",)),
     "mixtral-adapter": (
@@ -185,7 +189,7 @@ def write_sample(folder: Path, model_type: str, names: str = "published") -> Sam
 
 def write_base(folder: Path, model_type: str, corpus: Path) -> Path:
     """Write a model and a tokenizer, with the names of published files, as the base of a run."""
-    if model_type == "gemma3":
+    if model_type in COMPOSITE:
         write_composite(folder, model_type, corpus)
         file = folder / "model.safetensors"
         tower = "vision_tower."  # transformers 5 does not save the prefix that published files have.

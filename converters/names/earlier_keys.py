@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TABLE = Path(__file__).with_name("earlier_config_keys.json")
 _MISSING = object()
+_UNSCALED = {"rope_type", "partial_rotary_factor"}
 
 
 def add_earlier_keys(config: dict[str, Any]) -> bool:
@@ -73,10 +74,10 @@ def _list_earlier(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, dict):  # Scaling of rotary embeddings, without the base frequency.
             scaling = {name: item for name, item in value.items() if name != "rope_theta"}
-            kind = scaling.get("rope_type", "default")
+            is_default = scaling.get("rope_type", "default") == "default" and scaling.keys() <= _UNSCALED
             if model_type in _read_table()["scaling_with_type"]:
                 scaling = {"type" if name == "rope_type" else name: item for name, item in scaling.items()}
-            earlier[key] = None if kind == "default" else scaling
+            earlier[key] = None if is_default else scaling
         elif value is not _MISSING:
             earlier[key] = value
     return earlier

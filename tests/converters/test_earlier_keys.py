@@ -46,6 +46,13 @@ def test_values_of_the_source_are_kept() -> None:
     assert remove_earlier_keys(config)["rope_theta"] == 5.0
 
 
+def test_sections_of_multimodal_positions_are_kept() -> None:
+    rope = {"rope_type": "default", "rope_theta": 5.0, "mrope_section": [1, 1, 2]}
+    config: dict[str, Any] = {"model_type": "qwen3_vl_text", "rope_parameters": rope}
+    assert add_earlier_keys(config)
+    assert config["rope_scaling"] == {"rope_type": "default", "mrope_section": [1, 1, 2]}
+
+
 def test_nested_configs_get_earlier_keys() -> None:
     rope = {"sliding_attention": {"rope_theta": 2.0}, "full_attention": {"rope_theta": 3.0}}
     text: dict[str, Any] = {"model_type": "gemma3_text", "rope_parameters": rope}
