@@ -11,8 +11,9 @@ import torch
 
 from portable.config import RunConfig
 from portable.errors import UserError
-from portable.model.build import model_config
+from portable.model.build import build_model, model_config
 from portable.model.padding import explain_padding
+from portable.model.rotations import check_rotary_layers
 from portable.run.batches import train_loader
 from tests.alone import TOLERANCE, compare
 from tests.architectures import Pair, pairs
@@ -219,3 +220,31 @@ def test_padded_targets_have_no_length(tmp_path: Path) -> None:
     settings = configured(tmp_path, tmp_path, model__config=config).model
     with pytest.raises(UserError, match=r"rope_type that depends on the length of each text, which padded"):
         model_config(settings.model_copy(update={"task": "seq2seq-lm"}))
+
+
+@pytest.mark.parametrize(
+    ("rope", "settings", "refused"),
+    [
+        ({}, {"data__packing": False}, True),
+        ({"rope_type": None, "type": "su"}, {"data__packing": "documents"}, True),
+        ({}, {"data__packing": True}, False),
+        ({}, {"data__packing": False, "data__seq_len": 24}, False),
+        ({"rope_type": "default"}, {"data__packing": False}, False),
+    ],
+)
+def test_custom_code_that_counts_padding_is_refused(
+    rope: dict[str, Any], settings: dict[str, Any], refused: bool, tmp_path: Path, corpus: Path
+) -> None:
+    """The rotary embeddings of custom code do not have the attributes of transformers."""
+    config = configured(tmp_path, corpus, **{"model__config": longrope(24), "data__seq_len": 96, **settings})
+    with torch.device("meta"):
+        model = build_model(model_config(config.model), config.model)
+    for module in model.modules():
+        if hasattr(module, "rope_type"):
+            del module.rope_type
+    model.config.rope_parameters = {**model.config.rope_parameters, **rope}
+    if not refused:
+        check_rotary_layers(model, config)
+        return
+    with pytest.raises(UserError, match=r"data.seq_len: the code of Phi3.* set data.seq_len to at most 24"):
+        check_rotary_layers(model, config)

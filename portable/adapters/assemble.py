@@ -13,6 +13,7 @@ from portable.model.document_attention import check_direction, check_documents, 
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
 from portable.model.model_terms import counts_last_tokens
+from portable.model.rotations import check_rotary_layers
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss
 
@@ -76,6 +77,7 @@ def assemble(
     groups_of(model, config.train)  # refuses patterns that do not fit
     if config.model.task == "causal-lm":
         check_direction(model)
+    check_rotary_layers(model, config)
     if config.data.packing == "documents":
         check_documents(model, seq_len=config.data.seq_len)
     check_sharing(model, config)

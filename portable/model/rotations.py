@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
+    from portable.config import RunConfig
+
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
+_OLD_NAMES = {"su": "longrope"}
+"""Names of rope types in the configs of custom code."""
 
 
 def follows_length(rope_type: str) -> bool:
@@ -31,11 +35,42 @@ def follows_length(rope_type: str) -> bool:
     return any(name in rope_type for name in _LENGTH_DEPENDENT)
 
 
+def _list_scopes(config: PretrainedConfig) -> list[Any]:
+    """List the mappings with a rope type in a config: one, or one for each layer type."""
+    text = config.get_text_config()
+    # Custom code may keep the older name.
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
 def has_length_dependent_rotations(config: PretrainedConfig) -> bool:
     """Return whether the rotary embeddings of a model depend on the length of the sequence."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    scopes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return any(follows_length(str(scope.get("rope_type", ""))) for scope in scopes)
+    types = [str(scope.get("rope_type") or scope.get("type", "")) for scope in _list_scopes(config)]
+    return any(follows_length(_OLD_NAMES.get(kind, kind)) for kind in types)
+
+
+def check_rotary_layers(model: Any, config: RunConfig) -> None:
+    """Raise UserError if custom code of a model would count padding for the length of a text.
+
+    Args:
+        model: The model, on any device.
+        config: The config of the run.
+    """
+    kinds = (kind for module in model.modules() for kind in list_rope_types(module).values())
+    if not has_length_dependent_rotations(model.config) or any(map(follows_length, kinds)):
+        return
+    limits = [scope.get("original_max_position_embeddings") for scope in _list_scopes(model.config)]
+    text: Any = model.config.get_text_config()
+    names = "original_max_position_embeddings", "max_position_embeddings"
+    limits += [getattr(text, name, None) for name in names]
+    limit = next((limit for limit in limits if isinstance(limit, int)), 0)
+    if config.data.packing is True or config.data.seq_len <= limit:
+        return
+    raise UserError(
+        f"data.seq_len: the code of {type(model).__name__} has a rope_type that depends on the length of the "
+        f"sequence, and padding would count; set data.seq_len to at most {limit}, or data.packing to true, "
+        "or use the class of transformers (model.trust_remote_code: false)"
+    )
 
 
 def check_rotations(config: PretrainedConfig, task: str, key: str) -> None:
