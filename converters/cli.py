@@ -522,7 +522,11 @@ def _note(text: str) -> None:
 
 def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
     """Report problems of the model, and that `from_pretrained` cannot load OUT without a config.json."""
+    from converters.integrity import NAMES_IN_MEMORY
+
     for problem in () if options.quiet else getattr(options, "problems", ()):
+        if problem.kind == NAMES_IN_MEMORY:
+            continue  # --names decides which names OUT has
         _note(str(problem) if problem.repaired else f"--partial: {problem}")
     if options.quiet or options.to != "safetensors":
         return

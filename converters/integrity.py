@@ -64,6 +64,8 @@ _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
 _TOWERS = (("visual", "vision_config"), ("vision", "vision_config"), ("audio", "audio_config"))
 _TOWER_DEPTH = re.compile(r"(^|_)(depths?|layers|blocks)(_|$)")
 _ZERO_EXPERTS = "zero_expert_num"  # number of experts without parameters in LongCat-Flash
+NAMES_IN_MEMORY = "names in memory"
+"""Kind of the problem of files that only transformers 5 can read."""
 _TIE = "tie_word_embeddings"
 
 
@@ -843,6 +845,20 @@ def _find_contradictions(
     """Find settings of the config that contradict the tensors, and that a conversion corrects."""
     problems = []
     tensors = checkpoint.tensors
+    # Sharded checkpoints always have the stacks that transformers has in memory.
+    stacks = tuple(name for name in tensors if _EXPERT_STACK.fullmatch(name))
+    rules = find_name_rules(checkpoint) if stacks and checkpoint.format == "safetensors" else None
+    if rules is not None and checkpoint.names == "stored" and are_live(tensors, rules):
+        problems.append(
+            Problem(
+                NAMES_IN_MEMORY,
+                f"{_count(stacks, 'stack')} of experts, although the type has one tensor for each expert",
+                stacks,
+                "only transformers 5 reads such stacks; transformers 4, vLLM, SGLang and others skip the "
+                "experts, and a conversion writes one tensor for each expert",
+                repaired=True,
+            )
+        )
     if find_stale_quantization(tensors, config):
         problems.append(
             Problem(

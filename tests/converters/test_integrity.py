@@ -51,9 +51,7 @@ def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str,
     file = Path(create_folder().name) / "config.json"
     file.write_text(json.dumps(config))
     companions: dict[str, Any] = {"config.json": file}
-    return Checkpoint(
-        format="safetensors", root=Path("model"), tensors=tensors, companions=companions, ties=False
-    )
+    return Checkpoint(format="dcp", root=Path("model"), tensors=tensors, companions=companions, ties=False)
 
 
 @cache
@@ -202,8 +200,11 @@ def test_empty_tensors_name_their_cause(
 def test_complete_checkpoints_have_no_problems(format: str, damaged: Path) -> None:
     folders = sorted(damaged.glob(f"complete-*-{format}"))
     assert len(folders) == 8
-    problems = {folder.name: list(map(str, find_problems(open_checkpoint(folder)))) for folder in folders}
-    assert not {name: texts for name, texts in problems.items() if texts}
+    problems = {folder.name: find_problems(open_checkpoint(folder)) for folder in folders}
+    kinds = {name: [problem.kind for problem in values] for name, values in problems.items() if values}
+    # This file has the stacks of experts that transformers has in memory.
+    in_memory = {"complete-qwen3_moe-safetensors": ["names in memory"]}
+    assert kinds == (in_memory if format == "safetensors" else {})
 
 
 def write_folder(folder: Path, **settings: Any) -> Path:
