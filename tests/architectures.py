@@ -576,13 +576,14 @@ def page(everything: Mapping[str, Findings]) -> str:
     lines += ["", "## Popular families", "", f"| family | task | {' | '.join(COLUMNS)} |"]
     lines += [f"|{' --- |' * (len(COLUMNS) + 2)}"]
     for family, pair in FAMILIES.items():
-        marks = [_mark(everything.get(pair, {}), required) for required in COLUMNS.values()]
-        lines.append(f"| {family} | {pair.split()[1]} | {' | '.join(marks)} |")
+        results = everything.get(pair, {})
+        cells = " | ".join(_mark(results, required) for required in COLUMNS.values())
+        lines.append(f"| {family} | {pair.split()[1]} | {cells} |")
     trained = [results for results in everything.values() if _describe_refusal(results) is None]
-    descriptions = [
-        f"| {column} | {DESCRIPTIONS[column]} | {sum(_mark(results, required) != '–' for results in trained)} |"
-        for column, required in COLUMNS.items()
-    ]
+    descriptions = []
+    for column, required in COLUMNS.items():
+        count = sum(_mark(results, required) != "–" for results in trained)
+        descriptions.append(f"| {column} | {DESCRIPTIONS[column]} | {count} |")
     introduction = INTRODUCTION.format(
         version=transformers.__version__,
         looked_at=len(everything),
