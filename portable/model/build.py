@@ -442,7 +442,7 @@ def find_pretrained_class(name: str) -> Any:
 
     from portable.config.sections import ModelConfig
 
-    check_settings("train.loss", name, (CONFIG_FILE, GENERATION_FILE))
+    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
     settings = ModelConfig(name_or_path=name, config=None)
     return _find_class(AutoConfig.from_pretrained(name), settings)
 

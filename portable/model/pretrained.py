@@ -401,14 +401,27 @@ def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
     return PretrainedWeights(found, in_order, sorted(info["unexpected_keys"]))
 
 
-def snapshot(name_or_path: str) -> Path:
-    """The folder of a pretrained model. Downloads a hub model's weights if they are not cached."""
+def snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
+    """Return the folder of a pretrained model. Downloads a hub model's weights if they are not cached.
+
+    Args:
+        name_or_path: Local folder, or name of a model on the Hub.
+        key: Setting that names the model, for messages.
+
+    Raises:
+        UserError: If there is no such folder or model.
+    """
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
+    if name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1:
+        raise UserError(
+            f"{key}: {name_or_path}: no such folder; give a model folder or a model name on the hub "
+            "(organization/name)"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=[*_HUB_FILES]))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+        raise UserError(f"{key}: {one_line(error)}") from error

@@ -81,7 +81,7 @@ def reference_of(config: RunConfig) -> str | None:
     # The seed gives what no file has: a new adapter, the rows of new tokens.
     folders: dict[str, Path | None] = {str(config.seed): None}
     if loss.reference is not None:
-        folders = {loss.key: snapshot(loss.reference)}
+        folders = {loss.key: snapshot(loss.reference, f"{loss.key}: reference")}
     elif not model.from_scratch:
         folders["model.name_or_path"] = snapshot(str(model.name_or_path))
     if loss.reference is None and adapter is not None:

@@ -512,6 +512,12 @@ def test_a_reference_that_sees_its_labels_is_refused(data: Path, tmp_path: Path)
         losses(configured(tmp_path / "run", data, **{**settings, "train__loss": loss}))
 
 
+def test_a_missing_reference_is_named_by_the_loss(data: Path, tmp_path: Path) -> None:
+    settings = {**PAIRS, "train__steps": 1, "train__loss": f"dpo(reference='{tmp_path}/nothing')"}
+    with pytest.raises(UserError, match=r"^train.loss: reference: .*/nothing: no such folder; give a model"):
+        losses(configured(tmp_path / "run", data, **settings))
+
+
 @pytest.mark.parametrize("loss", ["ipo(beta=0.1, ", "dpo(loss_type='hinge', "])
 def test_first_losses_with_a_reference_in_16_bits(loss: str, sft: Path, data: Path, tmp_path: Path) -> None:
     """A reference that equals the policy has the loss of ratios of 0 in every formula."""
