@@ -99,6 +99,7 @@ XLNET: dict[str, Any] = {
     "train__learning_rate": 0.01,
     "model__config": {
         "model_type": "xlnet",
+        "attn_type": "uni",  # otherwise each token sees its own label
         "vocab_size": 384,
         "d_model": 32,
         "n_layer": 2,
