@@ -514,7 +514,9 @@ def test_a_reference_that_sees_its_labels_is_refused(data: Path, tmp_path: Path)
 
 def test_a_missing_reference_is_named_by_the_loss(data: Path, tmp_path: Path) -> None:
     settings = {**PAIRS, "train__steps": 1, "train__loss": f"dpo(reference='{tmp_path}/nothing')"}
-    with pytest.raises(UserError, match=r"^train.loss: dpo.*reference: .*/nothing: no such folder; give a model"):
+    with pytest.raises(
+        UserError, match=r"^train.loss: dpo.*reference: .*/nothing: no such folder; give a model"
+    ):
         losses(configured(tmp_path / "run", data, **settings))
 
 
