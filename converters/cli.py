@@ -464,14 +464,23 @@ def _rename_tensors(
     checkpoint: Checkpoint, given: Mapping[str, Place] | None, options: argparse.Namespace
 ) -> Checkpoint:
     """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
-    from converters.naming import find_name_rules, read_published_names, rename_to_live, rename_to_published
+    from converters.naming import (
+        find_name_rules,
+        read_published_names,
+        read_published_shapes,
+        rename_to_live,
+        rename_to_published,
+    )
 
     names = options.names or ("published" if options.to in PUBLISHED else None)
     if names is None:
         return checkpoint
-    base = None if given is None else read_published_names(given["config.json"])
+    config = None if given is None else given["config.json"]
+    base = None if config is None else read_published_names(config)
     with blame("--names"):
-        rules = find_name_rules(checkpoint, base)
+        rules = find_name_rules(
+            checkpoint, base, lambda: {} if config is None else read_published_shapes(config)
+        )
     return rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
 
 

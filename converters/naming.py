@@ -42,7 +42,11 @@ RECORD = "published_names.json"
 """Name of the file in which a training run records the name rules of its base checkpoint."""
 
 
-def find_name_rules(checkpoint: Checkpoint, base: Collection[str] | None = None) -> NameRules | None:
+def find_name_rules(
+    checkpoint: Checkpoint,
+    base: Collection[str] | None = None,
+    read_shapes: Callable[[], Mapping[str, Shape]] = dict,
+) -> NameRules | None:
     """Find the name rules of a checkpoint.
 
     Args:
@@ -50,6 +54,8 @@ def find_name_rules(checkpoint: Checkpoint, base: Collection[str] | None = None)
             checkpoint in the same folder, these rules are returned.
         base: Names of the tensors in the published files from which the model was loaded, if they are known.
             The names in old files may differ from the default names of the model type.
+        read_shapes: Function that reads the shapes of these tensors. It is called only if the layout of the
+            files depends on them.
 
     Returns:
         The rules, or None if transformers does not implement the model type or the class.
@@ -60,7 +66,9 @@ def find_name_rules(checkpoint: Checkpoint, base: Collection[str] | None = None)
     if base is None and (record := read_recorded_rules(checkpoint)) is not None:
         return record[0]
     rules = get_default_rules(checkpoint.read_config())
-    return rules if rules is None or base is None else select_used_rules(rules, base)
+    if rules is None or base is None:
+        return rules
+    return select_used_rules(rules, base, read_shapes() if rules.depends_on_shapes else None)
 
 
 def read_recorded_rules(checkpoint: Checkpoint) -> tuple[NameRules, list[str]] | None:
@@ -103,6 +111,26 @@ def read_published_names(config: Place) -> list[str] | None:
     return list(read_file(Folder(folder).file(SINGLE))[0])
 
 
+def read_published_shapes(config: Place) -> dict[str, Shape]:
+    """Read the shapes of the published tensors that are stored in the folder of a `config.json`.
+
+    Args:
+        config: Path of the `config.json`.
+
+    Returns:
+        The shapes, keyed by tensor name. Tensors of shards that the folder does not contain are omitted.
+    """
+    folder = config.parent
+    table = read_small_table(folder / INDEX).get("weight_map")
+    files = sorted({str(file) for file in table.values()}) if isinstance(table, dict) else [SINGLE]
+    return {
+        name: tensor.shape
+        for file in files
+        if (folder / file).is_file()
+        for name, tensor in read_file(Folder(folder).file(file))[0].items()
+    }
+
+
 def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) -> Checkpoint:
     """Convert a checkpoint to the tensor names and shapes of published files.
 
@@ -121,11 +149,17 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
         return checkpoint
     checkpoint = rename_from_torchtitan(checkpoint)
     rules = find_name_rules(checkpoint) if rules is None else rules
-    if rules is None or not are_live(checkpoint.tensors, rules):
+    if rules is None:
+        return checkpoint
+    live = are_live(checkpoint.tensors, rules)
+    if not live and not rules.file_shapes:
         return checkpoint
     with blame(checkpoint.root):
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_files(shapes, rules)
+    # Some models have the published names in memory too, so only the shapes of some tensors differ.
+    if not live and arrangements.keys() != shapes.keys():
+        return checkpoint
     renaming = Renaming(reverse_rules(rules), write=True)
     return _rename(
         checkpoint, arrangements, lambda name: renaming.rename(renaming.convert(name)[0]), "published"

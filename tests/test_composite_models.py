@@ -284,6 +284,29 @@ def test_checkpoint_with_optimizer_state_of_the_tower_resumes(
             assert last[name].read().tobytes() == tensor.read().tobytes()
 
 
+def test_checkpoint_of_the_text_part_is_continued_as_the_error_says(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier versions trained only the text part of Qwen3.5."""
+    from converters.cli import main as convert
+    from portable.run.rank import run_rank
+
+    source = write_composite(tmp_path / "source", "qwen3_5", corpus)
+    file = source / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**config, "architectures": ["Qwen3_5ForCausalLM"]}), "utf-8")
+    settings = {"strategy": "no_shard", "train__steps": 2, "checkpoint__every_steps": 1}
+    run = create_text_run(tmp_path / "run", source, corpus, **settings)
+    assert run_rank("cpu", run.replaced({"train.stop_after": 1})) == 0
+    file.write_text(json.dumps(config), "utf-8")
+    with pytest.raises(UserError, match=r"portable-convert it to OUT, and set model\.name_or_path to OUT"):
+        run_rank("cpu", run)
+    out = tmp_path / "out"
+    assert convert([str(tmp_path / "run" / "checkpoints" / "step-000001"), str(out), "--quiet"]) == 0
+    assert run_rank("cpu", create_text_run(tmp_path / "new", out, corpus, **settings)) == 0
+    assert sorted(losses(tmp_path / "new")) == [1, 2]
+
+
 def launch_without_reach(config: RunConfig) -> int:
     """Run on one rank without freezing the parameters that text does not reach."""
     from unittest.mock import patch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,12 +83,26 @@ class NameRules:
         config: The model's `config.json`, because some operations depend on it.
         recorded: Whether the rules were selected by the names in a base checkpoint. Otherwise, they are the
             defaults of the model type.
+        file_shapes: Shapes in the base checkpoint of the tensors whose layout only their shape determines,
+            keyed by the published name. An example are the experts of Qwen3-VL-MoE: published files contain
+            `[experts, inputs, outputs]`, and `save_pretrained` writes `[experts, outputs, inputs]`.
     """
 
     rules: tuple[Rule, ...]
     base: str
     config: Mapping[str, Any]
     recorded: bool = False
+    file_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def depends_on_shapes(self) -> bool:
+        """Whether the layout of a tensor in the files depends on the shapes of a base checkpoint."""
+        return any(map(_checks_shape, self.rules))
+
+
+def _checks_shape(rule: Rule) -> bool:
+    """Return whether a rule transposes a tensor only if its shape differs from the expected shape."""
+    return any(name == "transpose" and arguments[-1] for name, *arguments in rule.read.operations)
 
 
 def parse_rule(value: Mapping[str, Any]) -> Rule:
@@ -284,6 +298,9 @@ def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRule
         if value["version"] != 1 or not isinstance(base, str) or not isinstance(values, list):
             raise ValueError
         rules = tuple(map(parse_rule, values))
+        file_shapes = {name: tuple(shape) for name, shape in value.get("file_shapes", {}).items()}
+        if any(type(size) is not int for shape in file_shapes.values() for size in shape):
+            raise ValueError
         accepted = [
             _load_table().contains_rule(rule) and isinstance(rule.scope, str | None) for rule in rules
         ]
@@ -298,12 +315,14 @@ def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRule
             f"{source}: contains the rule {pattern!r}, which this version does not support; remove the file "
             "to write the default names of the model type"
         )
-    return NameRules(rules, base, config, recorded=True)
+    return NameRules(rules, base, config, recorded=True, file_shapes=file_shapes)
 
 
 def build_record(rules: NameRules) -> dict[str, Any]:
     """Build the record that `parse_record` reads."""
-    return {"version": 1, "base": rules.base, "rules": [serialize_rule(rule) for rule in rules.rules]}
+    record = {"version": 1, "base": rules.base, "rules": [serialize_rule(rule) for rule in rules.rules]}
+    shapes = {name: list(shape) for name, shape in rules.file_shapes.items()}
+    return {**record, "file_shapes": shapes} if shapes else record
 
 
 @cache
@@ -431,7 +450,9 @@ def sort_naturally(names: Iterable[str]) -> list[str]:
     return sorted(names, key=split_numbers)
 
 
-def select_used_rules(rules: NameRules, names: Collection[str]) -> NameRules:
+def select_used_rules(
+    rules: NameRules, names: Collection[str], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> NameRules:
     """Select the rules that apply to at least one name in a published checkpoint.
 
     transformers saves a model with the rules that it used to load the model.
@@ -439,21 +460,26 @@ def select_used_rules(rules: NameRules, names: Collection[str]) -> NameRules:
     Args:
         rules: Default rules of the model.
         names: Names of the tensors in the published checkpoint.
+        shapes: Shapes of the tensors, if they are known. Required if `rules.depends_on_shapes`; otherwise,
+            the model is written with the shapes in memory.
 
     Returns:
         The selected rules, including legacy rules.
     """
     candidates = add_legacy_rules(rules)
     renaming = Renaming(candidates.rules, write=False)
+    file_shapes = {}
     for name in sort_naturally(names):
-        renaming.convert(renaming.rename(name))
+        _, converter = renaming.convert(renaming.rename(name))
+        if shapes and name in shapes and converter and _checks_shape(candidates.rules[converter[0]]):
+            file_shapes[name] = shapes[name]
     used = [rule for index, rule in enumerate(candidates.rules) if index in renaming.used]
     if any(map(_DENSE_RENAMED.search, names)):
         used = [
             replace(rule, write=replace(rule.write, find=rule.write.find.replace(EXCEPT_DENSE, "")))
             for rule in used
         ]
-    return replace(candidates, rules=tuple(used), recorded=True)
+    return replace(candidates, rules=tuple(used), recorded=True, file_shapes=file_shapes)
 
 
 def reverse_rules(rules: NameRules) -> Sequence[Rule]:

@@ -45,7 +45,8 @@ class _OperationContext:
         direction: Direction of the rule that is applied.
         name: Name of the result, with the first target pattern expanded.
         config: The model's `config.json`.
-        get_shape: Function that returns the shape of a parameter in memory, or None if the shape is unknown.
+        get_shape: Function that returns the shape of a parameter in memory, or in the files if
+            `NameRules.file_shapes` contains it. Returns None if the shape is unknown.
     """
 
     direction: Direction
@@ -81,12 +82,17 @@ def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str
             key = renaming.rename(name)
         groups.setdefault(key, _TensorGroup(converter)).add(name, converter, shapes[name])
     arrangements: dict[str, Arrangement] = {}
+
+    def get_shape(name: str) -> Shape | None:
+        file_shape = rules.file_shapes.get(renaming.rename(name)) if rules.file_shapes else None
+        return shapes.get(name) if file_shape is None else file_shape
+
     for key, group in groups.items():
         if group.converter is None:
             arrangements[key] = group.get_single()
             continue
         direction = renaming.get_direction(group.converter[0])
-        context = _OperationContext(direction, key, rules.config, lambda name: shapes.get(name))
+        context = _OperationContext(direction, key, rules.config, get_shape)
         converted = group.convert(context)
         arrangements |= {renaming.rename(name): values for name, values in converted.items()}
     return arrangements
@@ -356,7 +362,11 @@ def _transpose(arrays: Arrays, operation: Operation, context: _OperationContext)
             raise CheckpointError(
                 f"cannot be converted, because its layout depends on the model; {_KEEP_NAMES}"
             )
-        if shape == values.shape:
+        # Compare only these dimensions, because a base may have another number of experts.
+        if len(shape) == len(values.shape) and (shape[first], shape[second]) == (
+            values.shape[first],
+            values.shape[second],
+        ):
             return {pattern: [values]}
     return {pattern: [transpose(values, first, second)]}
 

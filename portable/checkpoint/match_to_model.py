@@ -47,7 +47,13 @@ def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
     wanted = stored_tensors(model)
     missing = wanted.keys() - weights.keys()
     if missing:
-        raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; it belongs to another model")
+        remedy = "it belongs to another model"
+        if "config.json" in checkpoint.companions and "adapter_config.json" not in checkpoint.companions:
+            remedy += (
+                " or an earlier version of this program; to continue from its weights, portable-convert it "
+                "to OUT, and set model.name_or_path to OUT and output_dir to a new folder"
+            )
+        raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; {remedy}")
     if checkpoint.optimizer is None:
         raise CheckpointError(f"{checkpoint.root}: has no optimizer state")
     optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}

@@ -103,7 +103,8 @@ class PublishedNames:
     def rules(self) -> NameRules:
         """Rules for the names in the base model's files, or the default rules of the model type."""
         if self.base is not None:
-            return select_used_rules(self._default, self.base.tensors)
+            shapes = {name: tensor.shape for name, tensor in self.base.tensors.items()}
+            return select_used_rules(self._default, shapes, shapes)
         return self._default if self._resumed is None else self._resumed[0]
 
     def resume(self, checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
+from tests.composite import write_composite
 from tests.runs import configured
 from tests.tiny_models import VOCABULARY, tiny_config, tiny_model
 
@@ -145,6 +146,38 @@ def test_export_without_the_base_uses_the_recorded_names(
         "of the base model are missing: `mtp.fc.weight`"
         in (tmp_path / "run" / "final" / "README.md").read_text()
     )
+
+
+def test_final_has_the_layout_of_the_experts_of_the_base(corpus: Path, tmp_path: Path) -> None:
+    """Published experts of Qwen3-VL-MoE are transposed, but have the names in memory."""
+    base, run = write_composite(tmp_path / "base", "qwen3_vl_moe", corpus), tmp_path / "run"
+    path = base / "model.safetensors"
+    in_memory = load_file(path)
+    experts = [name for name in in_memory if ".experts." in name]
+    published = {
+        name: tensor.transpose(1, 2).contiguous() if name in experts else tensor
+        for name, tensor in in_memory.items()
+    }
+    shapes = {name: tensor.shape for name, tensor in published.items()}
+    assert experts and all(in_memory[name].shape != shapes[name] for name in experts)
+    save_file(published, path, {"format": "pt"})
+    assert run_rank("cpu", configure_run(base, run, corpus, train__learning_rate=1e-4)) == 0
+    final = load_file(run / "final" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in final.items()} == shapes
+    for name, tensor in published.items():
+        torch.testing.assert_close(final[name], tensor.float(), rtol=0, atol=1e-3)
+    # Conversions read the layout from the record, or from the model given with --config-from.
+    step = run / "checkpoints" / "step-000001"
+    assert convert([str(step), str(tmp_path / "recorded"), "--quiet"]) == 0
+    for file in ("published_names.json", "checkpoint_manifest.json"):
+        (step / file).unlink()
+    assert convert([str(step), str(tmp_path / "given"), "--config-from", str(base), "--quiet"]) == 0
+    # The layout of a published model is kept.
+    assert convert([str(run / "final"), str(tmp_path / "kept"), "--config-from", str(base), "--quiet"]) == 0
+    for folder in ("recorded", "given", "kept"):
+        converted = load_file(tmp_path / folder / "model.safetensors")
+        assert converted.keys() == final.keys()
+        assert all(torch.equal(converted[name], final[name]) for name in final)
 
 
 def test_final_has_the_shard_files_of_the_base(bases: Path, corpus: Path, tmp_path: Path) -> None:
