@@ -123,7 +123,8 @@ def drop_unset(document: dict[str, Any]) -> list[tuple[str, ...]]:
             defaults = models[section]().model_dump(exclude_none=True)
             left = {k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])}
             document.pop(section) if not left else document.update({section: left})
-    schema, removed = schema_of(document), []
+    schema = schema_of(document)
+    removed: list[tuple[str, ...]] = []
     try:
         schema(**without_auto(document))
     except ValidationError as error:
