@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import cache
 from typing import Any
@@ -15,8 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+from pydantic import BaseModel
+
+from gpu.zero import private_api
 from gpu.zero import runtime as zero_runtime
+from gpu.zero.config.document import read as read_document
 from portable.config import RunConfig, dump_yaml, load_config
+from portable.config.importing.rows import Imported
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
@@ -120,6 +126,62 @@ def test_a_resolved_config_agrees_with_the_json_in_it(tmp_path: Path, corpus: Pa
     config = resolve(load_config(given), "cpu", 2).config
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     assert resolve(load_config(tmp_path / "config.yaml"), "cpu", 2).config == config
+
+
+def models() -> dict[str, Any]:
+    """The models that the installed DeepSpeed reads sections with."""
+    return {
+        section: model
+        for section, model in private_api.config_models().items()
+        if inspect.isclass(model) and issubclass(model, BaseModel)
+    }
+
+
+def read_mapping(document: dict[str, Any]) -> tuple[dict[str, Any], Imported]:
+    config = {"strategy": "zero2", "model": {"config": TINY_MODEL}, "deepspeed": {"config": document}}
+    read = read_document(load_config(config))
+    assert read is not None
+    return read.values, read.imported.demand()
+
+
+def test_null_and_defaults_of_deepspeed_have_no_effect() -> None:
+    assert len(models()) > 5
+    fields = {
+        section: [
+            name
+            for name, field in model.model_fields.items()
+            if not (field.json_schema_extra or {}).get("deprecated")
+        ]
+        for section, model in models().items()
+    }
+    values, imported = read_mapping({section: dict.fromkeys(names) for section, names in fields.items()})
+    assert not any(values[section].keys() - {"stage"} for section in values)
+    defaults = {
+        section: model().model_dump(mode="json", include=set(fields[section]))
+        for section, model in models().items()
+    }
+    assert defaults["zero_optimization"].pop("stage") == 0  # the strategy decides
+    values, imported = read_mapping(defaults)
+    assert "tensor_parallel" not in values  # which is refused with any other value
+    assert not any("unknown" in note for note in imported.notes)
+
+
+@pytest.mark.parametrize("section", ["", "zero_optimization", "zero_optimization.offload_param", "aio"])
+def test_unknown_keys_that_are_off_have_no_effect(section: str) -> None:
+    off: dict[str, Any] = {"new_thing": False, "new_name": "", "new_table": {}, "new_list": [], "none": None}
+    for value in (off, {"new_thing": True}, {"new_thing": 0}):
+        document = value
+        for part in reversed(section.split(".") if section else []):
+            document = {part: document}
+        if value is not off:
+            with pytest.raises(UserError, match=r"unknown key .*new_thing"):
+                read_mapping(document)
+            continue
+        values, imported = read_mapping(document)
+        assert "new_" not in json.dumps(values)
+        assert sum("new_" in note for note in imported.notes) == 4
+    with pytest.raises(UserError, match=r"did you mean zero_optimization\.overlap_comm"):
+        read_mapping({"zero_optimization": {"overlap_com": False}})  # its default may be true
 
 
 ROWS = yaml.safe_load((Path(published.__file__).parent / "deepspeed_refused.yaml").read_text())

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import ComputeEnvironment
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from portable.config import Invocation, RunConfig, load_config, parse_args
@@ -66,6 +68,24 @@ def test_the_guides_file_for_tpus(tmp_path: Path) -> None:
     assert (run.backend, run.strategy, run.precision) == ("xla", "full_shard", "bf16")
     assert (run.xla.shard_param_on_dim_0, run.memory.activation_checkpointing) == (True, "full")
     assert invocation.nproc is None and not any(value is not None for _, value in run.fsdp)
+
+
+def test_unknown_keys_that_are_off_have_no_effect(tmp_path: Path) -> None:
+    off = "new_thing: false\nnew_name: ''\nnew_table: {}\nnone: null\n"
+    run = parsed(
+        tmp_path, f"{FSDP}{off}".replace("fsdp_version: 2", "fsdp_version: 2, fsdp_new_thing: false")
+    )
+    assert run.config == parsed(tmp_path, FSDP).config
+    for line in ("new_thing: true\n", "mixed_precisio: false\n"):
+        with pytest.raises(UserError, match="not a key of Accelerate's"):
+            parsed(tmp_path, FSDP + line)
+
+
+def test_accelerates_own_defaults(tmp_path: Path) -> None:
+    path = str(tmp_path / "default.yaml")
+    ClusterConfig(ComputeEnvironment.LOCAL_MACHINE, "NO", "no", False, False).to_yaml_file(path)
+    run = parsed(tmp_path, Path(path).read_text()).config
+    assert (run.strategy, run.precision) == ("no_shard", "fp32")
 
 
 def test_beside_a_config_and_flags(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu.zero import private_api
-from gpu.zero.config.schema import check
+from gpu.zero.config.schema import check, drop_unset
 from portable.config.importing.deepspeed import AUTO, parse_json
 from portable.config.importing.importer import open_deepspeed, read_deepspeed
 from portable.config.load import read_text
@@ -68,6 +68,8 @@ def read(config: RunConfig) -> Document | None:
     )
     if (error := private_api.removed_key_error(file.values)) is not None:
         raise UserError(f"{name}: {one_line(error)}") from error
+    for path in drop_unset(file.values):
+        file.note(path, "has no effect: the installed DeepSpeed does not read it")
     check(file.values, name)
     zero["stage"] = _stage(config, zero, name)
     return Document(file.values, name, read_deepspeed(file))

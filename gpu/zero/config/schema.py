@@ -25,8 +25,8 @@ from pydantic import (
 
 from gpu.zero import private_api
 from portable.config import keys
-from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, SCHEDULERS
-from portable.config.importing.rows import cells
+from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, ROWS, SCHEDULERS
+from portable.config.importing.rows import cells, nothing
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
@@ -102,6 +102,59 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
         "scheduler": {"type": Any, "params": _params(document, "scheduler", SCHEDULERS)},
     }
     return _model("DeepSpeed", {**known, **private_api.config_models()})
+
+
+def drop_unset(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Remove the keys of ``document`` that the installed DeepSpeed does not read and that are off.
+
+    A later release may have added such a key: with false or an empty value it has no effect. A key that
+    resembles a known one stays, because it may be misspelled. So do the sections that cannot be used here,
+    except for the values that DeepSpeed would assume without them.
+
+    Args:
+        document: the configuration, which is changed.
+
+    Returns:
+        the path of each unknown key that was removed.
+    """
+    models = private_api.config_models()
+    for section in _REFUSED & models.keys():
+        if isinstance(inside := document.get(section), dict):
+            defaults = models[section]().model_dump(exclude_none=True)
+            left = {k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])}
+            document.pop(section) if not left else document.update({section: left})
+    schema = schema_of(document)
+    removed: list[tuple[str, ...]] = []
+    try:
+        schema(**without_auto(document))
+    except ValidationError as error:
+        for detail in error.errors():
+            *around, name = map(str, detail["loc"])
+            inside = _inside(document, around)
+            if detail["type"] != "extra_forbidden" or not nothing(detail["input"]) or name not in inside:
+                continue
+            if not did_you_mean(name, names_at(schema, tuple(around))):
+                del inside[name]
+                removed.append((*around, name))
+    except Exception:  # of one of its validators; check reports it
+        return []
+    return removed
+
+
+def _inside(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
+    """Return the section at ``path``; an empty one if there is none."""
+    for part in path:
+        inside = values.get(part)
+        values = inside if isinstance(inside, dict) else {}
+    return values
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether the JSON value ``value`` is the ``default`` of a model."""
+    return bool(value == default) or str(value) == str(default)
+
+
+_REFUSED = {name for name, row in ROWS.items() if not row.to and row.how is None and not row.free}
 
 
 def check(document: dict[str, Any], where: str) -> None:

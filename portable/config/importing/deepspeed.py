@@ -77,12 +77,12 @@ def _without_repeats(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _without_comments(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``values`` without the keys that serve as comments."""
+def _without_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy ``values`` without the keys that serve as comments, and without those whose value is null."""
     return {
-        key: _without_comments(value) if isinstance(value, dict) else value
+        key: _without_comments_and_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
-        if not _is_comment(key)
+        if value is not None and not _is_comment(key)
     }
 
 
@@ -92,7 +92,7 @@ def _is_comment(key: object) -> bool:
 
 def prepare(file: File) -> None:
     """Bring the file into its present form, where DeepSpeed's models do not rename keys themselves."""
-    file.values = values = _without_comments(file.values)
+    file.values = values = _without_comments_and_nulls(file.values)
     zero = values.get("zero_optimization")
     if isinstance(zero, bool):  # the form before stages existed
         zero = values["zero_optimization"] = {"stage": int(zero)}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config import suggest
 from portable.config.importing import accelerate, deepspeed, trainers
-from portable.config.importing.rows import File, Imported, Keys, NoCounterpart, Rows
+from portable.config.importing.rows import File, Imported, Keys, NoCounterpart, Rows, nothing
 from portable.config.origins import Origin, shown
+from portable.config.types import truth
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -174,10 +175,11 @@ def _read(program: Program, file: File, *, devices: int = 1) -> Imported:
 def _unknown(file: File, value: Any) -> None:
     """Say what is known of a key that no row has."""
     path, accelerates = file.path, file.program == "Accelerate"
-    if value is None and not accelerates:
-        return
     around = ".".join((*path[:-1], ""))
     near = suggest.nearest(path[-1], [k.removeprefix(around) for k in file.rows if k.startswith(around)])
+    # A later release may have added a key that is off. A false key with a similar name is a misspelled one.
+    if value is None or (nothing(truth(value)) and not near):
+        return
     hint = f"; did you mean {near}?" if near else ""
     raise NoCounterpart(
         f"not a key of Accelerate's{hint}" if accelerates else f"{shown(value)} is not known here{hint}"
