@@ -98,7 +98,7 @@ class BaseChanges:
         if found is None:
             near = self.names.find_similar_name(live)
             hint = f"; the nearest is {near!r}" if near else ""
-            if near and re.sub(r"\d+", "0", near) == re.sub(r"\d+", "0", live):
+            if near not in (None, live) and re.sub(r"\d+", "0", near) == re.sub(r"\d+", "0", live):
                 # Zamba's layers share one block. Adapters of its layers differ, so no merged block has them.
                 raise CheckpointError(
                     f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes, but {near!r}; "

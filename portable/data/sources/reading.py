@@ -6,6 +6,7 @@ import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from converters.storage.store_errors import RemoteError
 from portable.data.sources.documents import EnoughErrors
 from portable.errors import RunError, UserError, one_line
 from portable.paths import storage_errors
@@ -30,7 +31,9 @@ def reading(name: object) -> Iterator[None]:
     with storage_errors("data.source"):
         try:
             yield
-        except (UserError, RunError, EnoughErrors, MemoryError, NameError, AssertionError, ImportError):
+        except (UserError, RunError, RemoteError, EnoughErrors):
+            raise
+        except (MemoryError, NameError, AssertionError, ImportError):
             raise
         except UnicodeDecodeError as error:
             raise UserError(
