@@ -86,9 +86,7 @@ class Adapter:
         self._quantized: dict[str, QuantizedLinear] = {}
         self._initial, self._lengths = initial_values(model, config, run.seed, names)
         self._files = _names_in_files(model)
-        self._computed = list(
-            getattr(model, "_keys_to_ignore_on_save", None) or ()
-        )  # such as fixed positions
+        self._computed = list(of_transformers.unsaved_names(model) or ())
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def quantize(self, model: PreTrainedModel) -> None:

@@ -77,9 +77,7 @@ class PublishedNames:
         self._default = build_name_rules(model)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._parameters = list(state_tensors(model))
-        self._computed = list(
-            getattr(model, "_keys_to_ignore_on_save", None) or ()
-        )  # such as fixed positions
+        self._computed = list(of_transformers.unsaved_names(model) or ())
         self._ties = {first: others for first, others in tied_names(model).items() if others}
         self._aliases = set(getattr(model, "all_tied_weights_keys", {}))  # ``save_pretrained`` omits these
         self._resumed: tuple[NameRules, list[str]] | None = None

@@ -282,6 +282,8 @@ tieable_names = _transformers.attribute("_tied_weights_keys", "model.name_or_pat
 """The names of parameters that may be tied, the head among them; or None."""
 ignored_names = _transformers.attribute("_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None)
 """Patterns of names in a checkpoint that an architecture leaves unused on purpose; or None."""
+unsaved_names = _transformers.attribute("_keys_to_ignore_on_save", "checkpoint.export", None)
+"""Names of tensors that ``save_pretrained`` leaves out, such as fixed positions; or None."""
 
 
 def kept_in_fp32(model: PreTrainedModel, *, fp16: bool) -> set[str]:
