@@ -78,7 +78,7 @@ def _without_repeats(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
 
 
 def _without_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy ``values`` without the keys that serve as comments, and without those whose value is null."""
+    """Copy ``values`` without the keys that serve as comments, and without keys whose value is null."""
     return {
         key: _without_comments_and_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
