@@ -32,9 +32,9 @@ from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.sources import sharded_tokens
 from portable.data.sources.source import TokenSource
-from portable.data.tokens import limited
+from portable.data.tokens import limited, tokenize
 from portable.data.tokens.chat_template import ChatTemplate
-from portable.data.tokens.tokenizer import load_tokenizer
+from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer
 from portable.errors import UserError
 from portable.model.build import model_config
 from portable.model.training_loss import Outputs
@@ -501,6 +501,29 @@ def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.Mo
     status = Path(f"/proc/{limited._kept[os.getpid()]._process.pid}/status").read_text()
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
     assert peak < 2 << 20
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------------
+
+SPLIT: dict[str, Any] = {"type": "Split", "behavior": "Isolated", "invert": False}
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "pattern without end": {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "(a+)+$"}}},  # Oniguruma panics
+    "pattern too long": {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "a{100000}{100000}"}}},
+    "no unknown token": {"model": {"type": "WordPiece", "vocab": {"b": 0}, "unk_token": "[UNK]"}},
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_tokenizer_that_fails_is_one_line(case: str, tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    content = {"version": "1.0", "added_tokens": [], "model": model, **TOKENIZERS[case]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(UserError, match=r"^data.tokenizer: ") as refused:
+        loaded = load_tokenizer(str(tmp_path))
+        Vocabulary.of(loaded)
+        tokenize._encode(loaded, ["a" * 40 + "c"])
+    assert str(refused.value).isprintable()
 
 
 # -- the terminal --------------------------------------------------------------------------------------------

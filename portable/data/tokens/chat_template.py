@@ -39,7 +39,7 @@ from portable.data.tokens.rendering import (
     no_template,
     unstable,
 )
-from portable.data.tokens.tokenizer import CHATML, begins_with
+from portable.data.tokens.tokenizer import CHATML, begins_with, tokenizer_errors
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -268,14 +268,15 @@ class ChatTemplate:
     def _encodings(self, texts: list[str]) -> Any:
         if not texts:
             return []
-        found = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return found.encodings
+        with tokenizer_errors():
+            encoded = self._tokenizer(
+                texts,
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        return encoded.encodings
 
     def _masks(
         self, drafts: list[Draft], found: Sequence[Any], encoded: Encoded

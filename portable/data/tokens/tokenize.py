@@ -30,6 +30,7 @@ from portable.data.tokens.tokenizer import (
     begins_with,
     parallel_tokenizers,
     tokenizer_digest,
+    tokenizer_errors,
 )
 from portable.errors import UserError, one_line
 from portable.temporary_folder import made_once
@@ -305,13 +306,14 @@ def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within:
 def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
     if not texts:
         return []
-    encoded: list[list[int]] = tokenizer(
-        **{"text_target" if targets else "text": texts},
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # ignore the tokenizer's length limit: documents are truncated later
-    )["input_ids"]
+    with tokenizer_errors():
+        encoded: list[list[int]] = tokenizer(
+            **{"text_target" if targets else "text": texts},
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # ignore the tokenizer's length limit: documents are truncated later
+        )["input_ids"]
     return encoded
 
 

@@ -85,6 +85,21 @@ def load_tokenizer(
         raise _unloadable(name_or_path, error) from error
 
 
+@contextmanager
+def tokenizer_errors() -> Iterator[None]:
+    """Convert the exceptions of a tokenizer that cannot encode a text, including panics, to UserError."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        raise_unless_panic(error)
+        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+        raise UserError(
+            f"data.tokenizer: it cannot encode a text ({reason}); use another tokenizer, or null to train one"
+        ) from error
+
+
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
     """Add special tokens to a tokenizer; those that it has already stay as they are."""
     from transformers import AddedToken
@@ -313,8 +328,9 @@ class Vocabulary:
     def of(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
         """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
         text = {"text_target" if targets else "text": "a"}
-        bare: list[int] = tokenizer(**text, add_special_tokens=False)["input_ids"]
-        framed: list[int] = tokenizer(**text, add_special_tokens=True)["input_ids"]
+        with tokenizer_errors():
+            bare: list[int] = tokenizer(**text, add_special_tokens=False)["input_ids"]
+            framed: list[int] = tokenizer(**text, add_special_tokens=True)["input_ids"]
         starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         start = next(starts, 0) if bare else 0
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
@@ -352,9 +368,10 @@ class PairFrame:
             UserError: if it does not concatenate the texts.
         """
         first, second = "a", "b"
-        one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
         typed = "token_type_ids" in tokenizer.model_input_names
-        encoded = tokenizer(first, second, return_token_type_ids=typed)
+        with tokenizer_errors():
+            one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
+            encoded = tokenizer(first, second, return_token_type_ids=typed)
         ids: list[int] = encoded["input_ids"]
         start = _find(ids, one, 0)
         following = _find(ids, two, start + len(one))
