@@ -39,7 +39,7 @@ from portable.data.tokens.rendering import (
     no_template,
     unstable,
 )
-from portable.data.tokens.tokenizer import CHATML, begins_with, tokenizer_errors
+from portable.data.tokens.tokenizer import CHATML, begins_with, convert_tokenizer_errors
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class ChatTemplate:
     def _encodings(self, texts: list[str]) -> Any:
         if not texts:
             return []
-        with tokenizer_errors():
+        with convert_tokenizer_errors():
             encoded = self._tokenizer(
                 texts,
                 add_special_tokens=False,

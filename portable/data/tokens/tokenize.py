@@ -30,7 +30,7 @@ from portable.data.tokens.tokenizer import (
     begins_with,
     parallel_tokenizers,
     tokenizer_digest,
-    tokenizer_errors,
+    convert_tokenizer_errors,
 )
 from portable.errors import UserError, one_line
 from portable.temporary_folder import made_once
@@ -306,7 +306,7 @@ def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within:
 def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
     if not texts:
         return []
-    with tokenizer_errors():
+    with convert_tokenizer_errors():
         encoded: list[list[int]] = tokenizer(
             **{"text_target" if targets else "text": texts},
             add_special_tokens=False,

@@ -86,7 +86,7 @@ def load_tokenizer(
 
 
 @contextmanager
-def tokenizer_errors() -> Iterator[None]:
+def convert_tokenizer_errors() -> Iterator[None]:
     """Convert the exceptions of a tokenizer that cannot encode a text, including panics, to UserError."""
     try:
         yield
@@ -328,7 +328,7 @@ class Vocabulary:
     def of(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
         """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
         text = {"text_target" if targets else "text": "a"}
-        with tokenizer_errors():
+        with convert_tokenizer_errors():
             bare: list[int] = tokenizer(**text, add_special_tokens=False)["input_ids"]
             framed: list[int] = tokenizer(**text, add_special_tokens=True)["input_ids"]
         starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
@@ -369,7 +369,7 @@ class PairFrame:
         """
         first, second = "a", "b"
         typed = "token_type_ids" in tokenizer.model_input_names
-        with tokenizer_errors():
+        with convert_tokenizer_errors():
             one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
             encoded = tokenizer(first, second, return_token_type_ids=typed)
         ids: list[int] = encoded["input_ids"]
