@@ -28,9 +28,9 @@ from portable.data.tokens.parallel import ordered_map
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     begins_with,
+    convert_tokenizer_errors,
     parallel_tokenizers,
     tokenizer_digest,
-    convert_tokenizer_errors,
 )
 from portable.errors import UserError, one_line
 from portable.temporary_folder import made_once
