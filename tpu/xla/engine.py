@@ -259,16 +259,15 @@ class XlaEngine:
     @torch.no_grad()
     def find_nonfinite_state(self) -> list[str]:
         """See :class:`portable.backend.Engine`."""
-        # A custom optimizer may start from infinity.
-        values = [
-            (name, value)
-            for name, state in self._optimizer.tensors().items()
-            for value in (self._parameters[name], *([] if self._custom_optimizer else state.values()))
-            if value.is_floating_point()
-        ]
-        finite = self.layout.read([torch.isfinite(value).all() for _, value in values])
-        bad = dict.fromkeys(name for (name, _), ok in zip(values, finite, strict=True) if not ok)
-        return [self.held.names(name)[0] for name in bad]
+        # The shards are checked on the host, where a save needs them as well, because a reduction on the
+        # devices would be another graph to compile. A custom optimizer may start from infinity.
+        nonfinite: list[str] = []
+        for name, state in self._optimizer.tensors().items():
+            values = [self._parameters[name], *([] if self._custom_optimizer else state.values())]
+            shards = self.layout.local_shards([value for value in values if value.is_floating_point()])
+            if not all(bool(torch.isfinite(shard.data).all()) for parts in shards for shard in parts):
+                nonfinite.append(self.held.names(name)[0])
+        return nonfinite
 
     @torch.no_grad()
     def evaluate(
