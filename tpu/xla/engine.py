@@ -259,8 +259,8 @@ class XlaEngine:
     @torch.no_grad()
     def find_nonfinite_state(self) -> list[str]:
         """See :class:`portable.backend.Engine`."""
-        # The shards are checked on the host, where a save needs them as well, because a reduction on the
-        # devices would be another graph to compile. A custom optimizer may start from infinity.
+        # The shards are checked on the host, because a reduction on the devices would be another graph to
+        # compile, and the save copies them to the host anyway. A custom optimizer may start from infinity.
         nonfinite: list[str] = []
         for name, state in self._optimizer.tensors().items():
             values = [self._parameters[name], *([] if self._custom_optimizer else state.values())]
