@@ -270,6 +270,13 @@ class Beats(Callback):
 _SHOWN_NAMES = 3
 
 
+def _find_last_good(run: Run) -> str:
+    """Wait for the save in progress, and return the newest complete checkpoint. All ranks call it."""
+    run.checkpoints.finish()
+    run.backend.barrier()  # rank 0 has now renamed the folder
+    return str(run.checkpoints.latest() or "none yet")
+
+
 class Health:
     """Reads the device's count of skipped updates, wherever the host waits for the device anyway."""
 
@@ -307,11 +314,10 @@ class Health:
             return
         if health.halted > 1:
             found += f", nor in the next {health.halted - 1} steps"
-        run.checkpoints.finish()
-        run.backend.barrier()  # rank 0 has now renamed the folder
+        good = _find_last_good(run)
         raise RunError(
             f"{found}; the update was skipped; last good checkpoint: "
-            f"{run.checkpoints.latest() or 'none yet'}; {remedy}; or lower "
+            f"{good}; {remedy}; or lower "
             "train.learning_rate or train.max_grad_norm"
         )
 
@@ -327,10 +333,9 @@ class Health:
         first = next((text for text in names if text), None)
         if first is None:
             return
-        run.checkpoints.finish()
-        run.backend.barrier()  # rank 0 has now renamed the folder
+        good = _find_last_good(run)
         raise RunError(
             f"step {run.step}: the weights or the optimizer state of {first} are not finite, so no "
-            f"checkpoint was saved; last good checkpoint: {run.checkpoints.latest() or 'none yet'}; lower "
+            f"checkpoint was saved; last good checkpoint: {good}; lower "
             "train.learning_rate or raise train.eps"
         )
