@@ -132,7 +132,11 @@ def _leads_outside(value: str, folder: Path) -> bool:
 
     A path that does not exist is harmless. Published files contain many, such as the cache of their author.
     """
-    if "\0" in value or len(value) > os.pathconf("/", "PC_PATH_MAX"):
+    try:
+        encoded = os.fsencode(value)
+    except UnicodeEncodeError:  # a lone surrogate, which no path has
+        return False
+    if b"\0" in encoded or len(encoded) > os.pathconf("/", "PC_PATH_MAX"):
         return False
     if value.startswith(_SPECIAL_FILE_SYSTEMS):
         return True

@@ -213,6 +213,7 @@ def test_settings_of_published_tokenizers_are_accepted(
         "tokenizer_type": "words",
         "unk_token": "/etc/passwd",
         "separator": "/",
+        "symbol": "\ud800",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "words").mkdir()
