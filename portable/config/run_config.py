@@ -79,7 +79,7 @@ class RunConfig(Section):
     compile: Flag = False
     """Compile each layer with torch.compile: the first step is slow, later steps are faster. XLA always
     compiles."""
-    compile_backend: str = Field(default="inductor", min_length=1)
+    compile_backend: str = Field(default="inductor", pattern=r"^[A-Za-z_][\w.-]*$")
     """Backend of torch.compile: inductor, or another one that torch supports (aot_eager and eager do not
     compile, for debugging)."""
     compile_mode: CompileMode = "default"
