@@ -28,7 +28,7 @@ from portable.config.sections import (
     TrainConfig,
     XlaConfig,
 )
-from portable.config.types import IDENTITY, Flag, PathText, Section
+from portable.config.types import IDENTITY, CompileBackend, Flag, PathText, Section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +79,7 @@ class RunConfig(Section):
     compile: Flag = False
     """Compile each layer with torch.compile: the first step is slow, later steps are faster. XLA always
     compiles."""
-    compile_backend: str = Field(default="inductor", pattern=r"^[A-Za-z_][\w.-]*$")
+    compile_backend: CompileBackend = "inductor"
     """Backend of torch.compile: inductor, or another one that torch supports (aot_eager and eager do not
     compile, for debugging)."""
     compile_mode: CompileMode = "default"

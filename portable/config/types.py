@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -150,6 +151,16 @@ def _code_or_name(value: object, name: Callable[[object], object]) -> object:
 
 OrPlugIn = WrapValidator(_code_or_name, json_schema_input_type=str)
 """Makes a type of names also take that of code of the user's."""
+
+
+def _check_backend_name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
+        raise ValueError(f"{value[:40]!r} is not a name; use one that torch has, such as inductor")
+    return value
+
+
+CompileBackend = Annotated[str, AfterValidator(_check_backend_name)]
+"""Name of a backend of torch.compile, which only a process that compiles can look up."""
 
 _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 

@@ -64,7 +64,7 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
     except Exception as error:  # the defaults of some config classes are invalid
         raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
     _check_keys(known, given)
-    check_config_values("model.config.", given)
+    check_config_values("model.config", given)
     try:
         config = AutoConfig.for_model(model_type, **given)
         _check_rope(config, given)
@@ -95,7 +95,7 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}: ", config.to_dict())
+    check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", config.to_dict())
     return _changed(config, settings)
 
 
@@ -134,7 +134,7 @@ def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfi
     if not settings.config:
         return config
     _check_keys(config, settings.config)
-    check_config_values("model.config.", settings.config)
+    check_config_values("model.config", settings.config)
     values = config.to_dict()
     changes = dict(settings.config)
     if isinstance(rope := values.get("rope_parameters"), dict) and not _get_rope_per_layer_type(rope):

@@ -44,26 +44,26 @@ RULES = (
     # A share of the values that are zeroed, or of the layers or positions that are left out.
     _Rule(
         re.compile(r"dropout|layerdrop|drop_?path|_pdrop$|(^|_)drop_(\w+_)?rate$|_prob$|_probability$"),
-        "probability",
+        "a probability",
         0.0,
         1.0,
     ),
     # Epsilons are added to variances of about 1. ProphetNet has 0 for its label smoothing.
-    _Rule(re.compile(r"(^|_)(eps|epsilon)(_|$)"), "epsilon", 0.0, 1.0),
+    _Rule(re.compile(r"(^|_)(eps|epsilon)(_|$)"), "an epsilon", 0.0, 1.0),
     # Positions are divided by the factor of RoPE, and theta is raised to negative powers.
-    _Rule(re.compile(r"^factor$"), "factor", 0.0, 1e6, positive=True),
-    _Rule(re.compile(r"^(rope_theta|rotary_embedding_base)$"), "base of RoPE", 0.0, 1e15, positive=True),
-    _Rule(re.compile(r"(^|_)factors?$"), "factor", 0.0, 1e6),
+    _Rule(re.compile(r"^factor$"), "a factor", 0.0, 1e6, positive=True),
+    _Rule(re.compile(r"^(rope_theta|rotary_embedding_base)$"), "a base of RoPE", 0.0, 1e15, positive=True),
+    _Rule(re.compile(r"(^|_)factors?$"), "a factor", 0.0, 1e6),
     # Weights of a larger deviation overflow fp16 in the first layer.
     _Rule(
-        re.compile(r"(^|_)(initializer_range|init_std|init_method_std)$"), "standard deviation", 0.0, 100.0
+        re.compile(r"(^|_)(initializer_range|init_std|init_method_std)$"), "a standard deviation", 0.0, 100.0
     ),
     # Every layer costs milliseconds and kilobytes, even on the meta device.
-    _Rule(re.compile(r"(^|_)(num_(\w+_)?|n_)layers?$"), "number of layers", 0, MAX_MODEL_LAYERS),
+    _Rule(re.compile(r"(^|_)(num_(\w+_)?|n_)layers?$"), "a number of layers", 0, MAX_MODEL_LAYERS),
     # Dims of a tensor without which there is no model.
     _Rule(
         re.compile(r"^(hidden_size|vocab_size|d_model|n_embd|num_attention_heads|n_head)$"),
-        "size",
+        "a size",
         1,
         MAX_SIZE,
     ),
@@ -72,12 +72,12 @@ RULES = (
         re.compile(
             r"(_|^)(sizes?|dims?|heads|channels|width|length|rank|experts|groups|embeddings|positions)$"
         ),
-        "size",
+        "a size",
         -1,
         MAX_SIZE,
     ),
     # Larger integers have no exact float.
-    _Rule(re.compile(r""), "number", -(1 << 53), 1 << 53),
+    _Rule(re.compile(r""), "a number", -(1 << 53), 1 << 53),
 )
 """Rules by the key of a number; the first match decides."""
 
@@ -86,7 +86,7 @@ def check_config_values(where: str, values: Mapping[str, Any]) -> None:
     """Check the numbers of a model config, also of its parts.
 
     Args:
-        where: Begin of the message, such as "model.config.".
+        where: Begin of the message, such as "model.config".
         values: Keys and values of the config.
 
     Raises:
@@ -95,19 +95,19 @@ def check_config_values(where: str, values: Mapping[str, Any]) -> None:
     for path, value in _iter_values(values, ()):
         key = path[-1]
         if key in ("dtype", "torch_dtype") and not isinstance(value, str | None):
-            raise _refusal(where, path, value, "is not the name of a dtype; use a name such as bfloat16")
+            raise _refusal(where, path, value, "the name of a dtype, such as bfloat16")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if key.endswith("_limit") and value in (math.inf, -math.inf):  # no limit, as in Mamba-2
             continue
         rule = next(rule for rule in RULES if rule.keys.search(key))
         if not rule.accepts(value):
-            raise _refusal(where, path, value, f"is not a {rule.kind}; use a number {rule.range}")
+            raise _refusal(where, path, value, f"{rule.kind} {rule.range}")
 
 
-def _refusal(where: str, path: tuple[str, ...], value: Any, reason: str) -> UserError:
+def _refusal(where: str, path: tuple[str, ...], value: Any, remedy: str) -> UserError:
     text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of many digits"
-    return UserError(one_line(f"{where}{'.'.join(path)}: {text[:100]} {reason}"))
+    return UserError(one_line(f"{where}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
 
 
 def _iter_values(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
