@@ -32,7 +32,7 @@ from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.sources import sharded_tokens
 from portable.data.sources.source import TokenSource
-from portable.data.tokens import limited, tokenize
+from portable.data.tokens import bounded_tokenizer, limited, tokenize
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer
 from portable.errors import UserError
@@ -514,17 +514,67 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+def write_tokenizer(folder: Path, **parts: Any) -> str:
+    """Write a tokenizer of letters with the given parts of `tokenizer.json`."""
+    model = {"type": "BPE", "vocab": {letter: number for number, letter in enumerate("abc ")}, "merges": []}
+    content = {"version": "1.0", "added_tokens": [], "model": model, **parts}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return str(folder)
+
+
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_a_tokenizer_that_fails_is_one_line(case: str, tmp_path: Path) -> None:
-    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-    content = {"version": "1.0", "added_tokens": [], "model": model, **TOKENIZERS[case]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match=r"^data.tokenizer: ") as refused:
-        loaded = load_tokenizer(str(tmp_path))
+        loaded = load_tokenizer(write_tokenizer(tmp_path, **TOKENIZERS[case]))
         Vocabulary.of(loaded)
         tokenize._encode(loaded, ["a" * 40 + "c"])
     assert str(refused.value).isprintable()
+
+
+def double(times: int, letter: str = "a") -> list[dict[str, Any]]:
+    return [{"type": "Replace", "pattern": {"String": letter}, "content": 2 * letter}] * times
+
+
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "doubles every text": ({"normalizer": {"type": "Sequence", "normalizers": double(20)}}, "encode a text"),
+    "doubles some texts": (
+        {"normalizer": {"type": "Sequence", "normalizers": double(20, "c")}},
+        "encode a text",
+    ),
+    "doubles decoded text": ({"decoder": {"type": "Sequence", "decoders": double(21)}}, "decode tokens"),
+    # Each match tries a third of a million ways, and there is one at each position.
+    "backtracks": ({"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "a+a+b"}}}, "encode a text"),
+    "adds tokens without end": (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 1000,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"a": {"id": "a", "ids": [0] * 3000, "tokens": ["a"] * 3000}},
+            }
+        },
+        "encode a text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_tokenizer_without_end_is_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits are smaller here, because a call that is refused goes on until the process ends."""
+    parts, action = BOMBS[case]
+    monkeypatch.setattr(bounded_tokenizer, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded_tokenizer, "MEMORY", 1 << 25)
+    with pytest.raises(UserError) as refused:
+        loaded = load_tokenizer(write_tokenizer(tmp_path, **parts))
+        Vocabulary.of(loaded)
+        tokenize._encode(loaded, ["a" * 1500 + "c"])
+    assert str(refused.value) == (
+        f"data.tokenizer: {str(tmp_path)!r} takes too much time or memory to {action}; use another "
+        "tokenizer, or null to train one"
+    )
 
 
 # -- the terminal --------------------------------------------------------------------------------------------
