@@ -36,7 +36,7 @@ examples:
   portable-train --config run.yaml --backend xla    the same run on a TPU VM
 """
 
-Number = Annotated[int, Field(ge=1, le=10**8), Reason("More ranks, samples or steps than anyone looks at.")]
+Count = Annotated[int, Field(ge=1, le=10**8), Reason("More ranks, samples or steps than anyone looks at.")]
 
 
 class CommandOptions(Section):
@@ -55,19 +55,19 @@ class TrainOptions(CommandOptions):
     accelerate_config: PathText = ""
     """A file of accelerate config. Its settings and number of ranks are used; they must agree with --config;
     flags override both."""
-    nproc: Number = 1
+    nproc: Count = 1
     """Ranks to start on this machine. By default one per GPU, and one on the CPU. Under torchrun, accelerate
     launch, deepspeed or srun, this process joins their ranks."""
     dry_run: Flag = False
     """Check everything and say what the run would do. Then stop."""
-    show_data: Number = 1
+    show_data: Count = 1
     """Print the first N samples, trained tokens marked. Then stop."""
     eval_only: Flag = False
     """Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes
     output_dir/evaluation.json, and stops."""
     json_: PathText = Field(default="", alias="json")
     """With --eval-only: also write the values to a file."""
-    replay: Number = 1
+    replay: Count = 1
     """Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before it and names
     micro-batch, sample, module and parameters. Writes nothing."""
     resume_info: PathText = ""

@@ -54,7 +54,7 @@ ChunkTokens = Annotated[
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS), Reason("The largest clusters have fewer accelerators.")]
 Processes = Annotated[int, Field(ge=0, le=1024), Reason("The largest machines have fewer cores for a rank.")]
 Parts = Annotated[int, Field(ge=1, le=1 << 20), Reason("Each part is open and has a thread's attention.")]
-Count = Annotated[int, Field(ge=1, le=MAX_STEPS), Reason("A run of MAX_STEPS has no more of anything.")]
+Times = Annotated[int, Field(ge=1, le=MAX_STEPS), Reason("A run of MAX_STEPS has no more of anything.")]
 Records = Annotated[int, Field(ge=1, le=10**12), Reason("The largest datasets have billions of records.")]
 ModuleSize = Annotated[int, Field(ge=0, le=10**15), Reason("The largest models have trillions of weights.")]
 VocabularySize = Annotated[

@@ -17,7 +17,7 @@ from portable.config.numbers import (
     AverageDecay,
     BatchSize,
     ChunkTokens,
-    Count,
+    Times,
     Dimension,
     Epochs,
     Epsilon,
@@ -496,12 +496,12 @@ class TrainConfig(Section):
     stay bit for bit. stop: the run ends and reports the step, its samples and how to find the cause
     (--replay). skip: the run continues, counts skipped_steps, and ends after ten in a row. Overflows under
     fp16 only adjust the loss scale."""
-    eval_every: Count | None = 100
+    eval_every: Times | None = 100
     """Steps between evaluations on the held-out records. Null: only at the end."""
     eval_every_epochs: Epochs | None = None
     """Passes over the data between evaluations, instead of train.eval_every: 0.5 evaluates in the middle and
     after the last step of each epoch."""
-    eval_batches: Count | None = None
+    eval_batches: Times | None = None
     """Evaluate on at most this many global batches. Null: on all held-out records."""
     eval_ema: Flag = False
     """Evaluate the average of the weights (train.ema) in their place."""
@@ -513,7 +513,7 @@ class TrainConfig(Section):
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
     """Callbacks of your own, as package.module:name or package.module:name(argument=value), called at the
     start, after steps, logs, evaluations and saves, and at the end."""
-    early_stopping_patience: Count | None = None
+    early_stopping_patience: Times | None = None
     """End the run after this many evaluations in a row without an improvement of checkpoint.best_metric.
     Null: never."""
     early_stopping_threshold: Threshold = 0.0
@@ -578,9 +578,9 @@ class Fp16Config(Section):
 
     initial_scale_power: ScalePower = 16
     """The initial scale is 2 to this power. Lower it to skip fewer updates at the start."""
-    loss_scale_window: Count = 1000
+    loss_scale_window: Times = 1000
     """Updates without an overflow after which the scale is doubled."""
-    hysteresis: Count = 2
+    hysteresis: Times = 2
     """Overflows since the last doubling until the scale is halved. 1: every overflow halves it."""
     min_loss_scale: LossScale = 1.0
     """Minimum scale. The run ends if gradients overflow at this scale."""
@@ -620,13 +620,13 @@ class XlaConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    every_steps: Count | None = 100
+    every_steps: Times | None = 100
     """Steps between checkpoints. Null: only when the run stops."""
     every_epochs: Epochs | None = None
     """Passes over the data between checkpoints, instead of checkpoint.every_steps."""
-    keep: Count | None = 3
+    keep: Times | None = 3
     """Newest checkpoints to keep; older ones are deleted. Null: all."""
-    keep_best: Count | None = None
+    keep_best: Times | None = None
     """Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest; an evaluation
     among the best saves one. Null: the newest alone."""
     best_metric: str | None = Field(default=None, min_length=1)
@@ -671,7 +671,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Reports during the run."""
 
-    every_steps: Count = 10
+    every_steps: Times = 10
     """Steps between lines in metrics.jsonl and on the console. Each is a host sync."""
     hang_timeout: Seconds | None = 480.0
     """Seconds without a new batch after which every rank writes its stacks to <output_dir>/hang/ and exits;
