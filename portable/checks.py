@@ -149,7 +149,7 @@ def _model(c: RunConfig) -> Mistakes:
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(c.get(key)):
             yield f"{key} must be a hub id or a local folder, not a URL; copy it here"
-    for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path", "xla.compilation_cache"):
+    for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
         if is_url(c.get(key)):
             yield f"{key} must be a local folder, not a URL; name a folder on a disk of this machine"
     if path is not None and "model_type" in (config or {}):
