@@ -14,6 +14,7 @@ from pydantic import Field
 from portable.untrusted_settings import MAX_MODEL_LAYERS
 
 MAX_STEPS = 10**9
+MAX_RATE = 1000
 MAX_BATCH = 1 << 24
 MAX_LENGTH = 1 << 24
 MAX_RANKS = 1 << 20
@@ -78,7 +79,7 @@ AverageDecay = Annotated[
 ]
 LearningRate = Annotated[
     float,
-    Field(gt=0, le=1000),
+    Field(gt=0, le=MAX_RATE),
     Reason("Adam moves each weight by the rate; the largest rates in use, of linear probes, are tens."),
 ]
 WeightDecay = Annotated[

@@ -242,6 +242,7 @@ STATE = asdict(TrainerState(4, 24, 0, {"total_steps": 8}, {}, "digest", "cpu", "
         *(json.dumps(STATE | {key: "a"}) for key in ("samples", "schedule", "run", "format_version")),
         *(json.dumps(STATE | {"step": step}) for step in (-1, True, 1.5, None)),
         json.dumps({key: value for key, value in STATE.items() if key != "samples"}),
+        json.dumps(STATE | {"schedule": {}}),
     ],
     ids=lambda text: text[-40:],
 )
