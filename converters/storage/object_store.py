@@ -120,7 +120,8 @@ def _check_endpoints() -> None:
     for name, text in os.environ.items():
         if _ENDPOINT_VARIABLE.fullmatch(name) and text and not _ENDPOINT.fullmatch(text):
             raise RemoteError(
-                f"{name}: {printable(ascii(text[:100]))} is not a URL such as https://host:9000; correct or unset it"
+                f"{name}: {printable(ascii(text[:100]))} is not a URL such as https://host:9000; correct or "
+                "unset it"
             )
 
 
