@@ -21,6 +21,7 @@ from portable.config.numbers import Reason
 from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
+from tests.fuzz.configs import run_cases
 from tests.runs import checked
 
 TABLE = keys.settings(RunConfig)
@@ -284,3 +285,9 @@ def test_no_command_line_brings_a_traceback(argv: list[str]) -> None:
         parse_args(argv)
     except UserError as error:
         assert "\n" not in str(error)
+
+
+def test_random_configs_break_no_promise(tmp_path: Path) -> None:
+    """The first cases of the weekly fuzz."""
+    for number, case, outcome in run_cases(range(40), 0, tmp_path):
+        assert not outcome.broken, f"case {number}: {case.changes}"

@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,8 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from isal import igzip
 from pyarrow import parquet
+from transformers import CONFIG_MAPPING
 
 from converters.cli import main as convert
 from portable.adapters.settings import folder_of
@@ -37,6 +40,7 @@ from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer
 from portable.errors import UserError
 from portable.model.build import model_config
+from portable.model.config_values import check_config_values
 from portable.model.training_loss import Outputs
 from portable.paths import check_folder
 from portable.reporting.html_report import main as report
@@ -221,11 +225,42 @@ def test_settings_of_published_tokenizers_are_accepted(
     assert load_tokenizer(str(folder)).unk_token == "/etc/passwd"
 
 
-def test_the_number_of_layers_is_bounded(tmp_path: Path) -> None:
-    settings = {"model_type": "llama", "num_hidden_layers": 20_000_000}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="num_hidden_layers: 20000000 is too large; use at most 4096"):
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_hidden_layers": 20_000_000}, "num_hidden_layers: 20000000 is too large; use at most 4096"),
+        ({"attention_dropout": 2.0}, "attention_dropout is 2.0; use a probability from 0 to 1"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, r"factor is 0; use a factor above 0"),
+        ({"dtype": 7}, "dtype is 7; use the name of a dtype"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; use an epsilon from 0 to 1"),
+        ({"hidden_size": 10**400}, "hidden_size is a number of many digits; use a size"),
+        (
+            {"text_config": {"attention_dropout": -1.0}, "model_type": "gemma3"},
+            "text_config.attention_dropout",
+        ),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_a_model_config_are_bounded(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values}))
+    with pytest.raises(UserError, match=f"^model.name_or_path: {tmp_path}/config.json: .*{words}"):
         model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
+
+
+@pytest.mark.exhaustive
+def test_no_default_of_a_model_type_is_out_of_bounds() -> None:
+    checked = 0
+    for model_type in CONFIG_MAPPING:
+        with suppress(ValueError, StrictDataclassError):  # a class without valid defaults
+            settings = CONFIG_MAPPING[model_type]().to_dict()
+            try:
+                check_config_values(model_type, settings)
+            except UserError as error:
+                pytest.fail(str(error))
+            checked += 1
+    assert checked > 500
 
 
 def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
