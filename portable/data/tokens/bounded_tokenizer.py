@@ -51,10 +51,10 @@ def encode(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
     return _call(tokenizer, lambda: tokenizer(*arguments, **options), characters, "encode a text")
 
 
-def encode_targets(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
     """Encode the targets of a translation, as :func:`encode` does with texts."""
-    characters = sum(map(len, texts))
-    return _call(tokenizer, lambda: tokenizer(text_target=texts, **options), characters, "encode a text")
+    characters = sum(map(len, [text] if isinstance(text, str) else text))
+    return _call(tokenizer, lambda: tokenizer(text_target=text, **options), characters, "encode a text")
 
 
 def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:

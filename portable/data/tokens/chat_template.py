@@ -410,7 +410,7 @@ class ChatTemplate:
             encoded.stopping += 1
         elif not encoded.unstopped:
             decode = partial(bounded_tokenizer.decode, self._tokenizer)
-            said, rest = decode(tokens[trained][-8:]), decode(tokens[last + 1 : last + 9])
+            said, rest = decode(tokens[trained][-8:].tolist()), decode(tokens[last + 1 : last + 9].tolist())
             encoded.unstopped = f"{said!r}" + (f", and then comes {rest!r}" if rest else "")
 
 
