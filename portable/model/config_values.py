@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 MAX_SIZE = (1 << 31) - 1
+_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def check_config_values(where: str, values: Mapping[str, Any]) -> None:
     """
     for path, value in _iter_values(values, ()):
         key = path[-1]
-        if key in ("dtype", "torch_dtype") and not isinstance(value, str | None):
+        if key in _DTYPES and not isinstance(value, str | None):
             raise _refusal(where, path, value, "the name of a dtype, such as bfloat16")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -112,12 +113,17 @@ def _refusal(where: str, path: tuple[str, ...], value: Any, remedy: str) -> User
 
 def _iter_values(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield each value that is not a container, with the keys above it."""
+    # A dtype is never a container, except one name for each part of a composite model.
     pending: list[tuple[tuple[str, ...], Any]] = [((*path, str(key)), value) for key, value in values.items()]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not (path[-1] in _DTYPES and not _are_names(value)):
             pending.extend(((*path, str(key)), inner) for key, inner in value.items())
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple) and path[-1] not in _DTYPES:
             pending.extend((path, inner) for inner in value)
         else:
             yield path, value
+
+
+def _are_names(values: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, str) for value in values.values())

@@ -142,13 +142,14 @@ NESTED: tuple[Any, ...] = (
     [{}],
     [{"name": "a"}],
 )
-MODEL_KEYS = """
+_MODEL_KEYS = """
 hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size
 max_position_embeddings rms_norm_eps initializer_range head_dim pad_token_id attention_dropout
 hidden_act tie_word_embeddings rope_theta rope_scaling rope_parameters dtype torch_dtype num_labels
 id2label layer_types quantization_config auto_map architectures sliding_window attention_bias
 mlp_bias pretraining_tp use_cache eos_token_id
-""".split()
+"""
+MODEL_KEYS = tuple(_MODEL_KEYS.split())
 MODEL_VALUES: tuple[Any, ...] = (
     *(
         {"rope_type": kind, "factor": factor}
