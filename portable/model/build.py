@@ -83,7 +83,7 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
 
 def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
     """The config of a folder or a model on the hub, as ``model.config`` changes it."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
         raise UserError(
@@ -92,10 +92,13 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
         )
     check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
     try:
+        values, _ = PretrainedConfig.get_config_dict(name)
+        check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", values)
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
-    check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", config.to_dict())
     return _changed(config, settings)
 
 
