@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +71,13 @@ RULES = (
     ),
     # Indices of torch's kernels are 32-bit integers. -1 is a default in several classes.
     _Rule(
-        re.compile(
-            r"(_|^)(sizes?|dims?|heads|channels|width|length|rank|experts|groups|embeddings|positions)$"
-        ),
+        re.compile(r"(_|^)(sizes?|dims?|heads|channels|width|rank|experts|groups|embeddings|positions)$"),
         "a size",
         -1,
         MAX_SIZE,
     ),
-    # Larger integers have no exact float.
-    _Rule(re.compile(r""), "a number", -(1 << 53), 1 << 53),
+    # Any other number is one that a float can be. Published configs have lengths such as 1e30 for no limit.
+    _Rule(re.compile(r""), "a number", -sys.float_info.max, sys.float_info.max),
 )
 """Rules by the key of a number; the first match decides."""
 
