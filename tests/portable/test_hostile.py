@@ -263,6 +263,15 @@ def test_no_default_of_a_model_type_is_out_of_bounds() -> None:
     assert checked > 500
 
 
+def test_a_folder_of_a_model_has_few_files(tmp_path: Path) -> None:
+    """A home folder has so many that looking at each takes minutes."""
+    for number in range(4):
+        (tmp_path / f"{number}.json").touch()
+    check_folder("adapter.name_or_path", str(tmp_path), most=4)
+    with pytest.raises(UserError, match="^adapter.name_or_path: .* has more than 3 files; name the folder"):
+        check_folder("adapter.name_or_path", str(tmp_path), most=3)
+
+
 def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / "abc"
