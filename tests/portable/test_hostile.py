@@ -268,7 +268,7 @@ def test_a_folder_of_a_model_has_few_files(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.json").touch()
     check_folder("adapter.name_or_path", str(tmp_path), most=4)
-    with pytest.raises(UserError, match="^adapter.name_or_path: .* has more than 3 files; name the folder"):
+    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* has more than 3 files; name the folder"):
         check_folder("adapter.name_or_path", str(tmp_path), most=3)
 
 
