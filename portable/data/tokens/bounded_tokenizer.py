@@ -20,7 +20,7 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-SECONDS = 4.0
+SECONDS = 3.0
 """Time that a call may take in addition to the time for its text."""
 SECONDS_PER_CHARACTER = 1e-5
 """A tenth of the speed of the slowest pipelines of the tokenizers library that are in use."""
