@@ -20,12 +20,12 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-SECONDS = 3.0
+SECONDS = 2.0
 """Time that a call may take in addition to the time for its text."""
 SECONDS_PER_CHARACTER = 1e-5
 """A tenth of the speed of the slowest pipelines of the tokenizers library that are in use."""
-SLOW_SECONDS_PER_CHARACTER = 1e-4
-"""The same for tokenizers that are written in Python."""
+SLOW_SECONDS, SLOW_SECONDS_PER_CHARACTER = 10.0, 1e-4
+"""The same for tokenizers that are written in Python. The first call of some loads a dictionary."""
 MEMORY = 1 << 30
 """Bytes by which the process may grow during a call, in addition to the memory for its text."""
 MEMORY_PER_CHARACTER = 512
@@ -109,8 +109,9 @@ def _call(tokenizer: Any, function: Callable[[], Any], characters: int, action: 
             errors.append(error)
 
     fast = getattr(tokenizer, "is_fast", False)
+    seconds_per_call = SECONDS if fast else SLOW_SECONDS
     per_character = SECONDS_PER_CHARACTER if fast else SLOW_SECONDS_PER_CHARACTER
-    most_seconds = SECONDS + per_character * characters
+    most_seconds = seconds_per_call + per_character * characters
     most_memory = _resident_memory() + MEMORY + MEMORY_PER_CHARACTER * characters
     clocks = time.monotonic(), time.process_time()
     thread = threading.Thread(target=run, name="tokenizer", daemon=True)
