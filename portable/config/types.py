@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from converters.errors import CheckpointError
-from converters.storage.path_or_url import expanded
+from converters.storage.path_or_url import expanded, is_url
 from portable import plugins
 
 if TYPE_CHECKING:
@@ -112,11 +112,26 @@ class MayBePath:
     """Marks a type whose text may be a path or a URL; see ``Setting.may_be_path``."""
 
 
+_MAX_NAME, _MAX_PATH = 255, 4095
+"""Bytes of a file name and of a path, which Linux and macOS take."""
+
+
 def _expanded(value: object) -> object:
+    if not isinstance(value, str):
+        return value
     try:
-        return expanded(value) if isinstance(value, str) else value
+        text = expanded(value)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
+    if not is_url(text) and not plugins.names_code(text):
+        path = text.encode("utf-8", "surrogatepass")
+        longest = max(map(len, path.split(b"/")))
+        if longest > _MAX_NAME or len(path) > _MAX_PATH:
+            raise ValueError(
+                f"is too long for a path: it has {len(path)} bytes, and a name of {longest}; use at most "
+                f"{_MAX_PATH}, and {_MAX_NAME} for each name"
+            )
+    return text
 
 
 PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expanded), MayBePath()]

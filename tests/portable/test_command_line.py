@@ -103,6 +103,8 @@ def test_init(
 REFUSED = yaml.safe_load(Path(__file__).with_name("command_line_refused.yaml").read_text("utf-8"))
 REFUSED += [
     {"settings": {"data.source": "x" * 300}, "words": ["data.source", "too long"]},
+    {"settings": {"data.tokenizer": "\u00e9" * 300}, "words": ["data.tokenizer", "too long for a path"]},
+    {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "too long for a path"]},
     {"flags": f"--eval-only --json {__file__}", "words": ["--json", "has no evaluation; name another file"]},
 ]
 
