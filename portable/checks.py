@@ -149,6 +149,9 @@ def _model(c: RunConfig) -> Mistakes:
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(c.get(key)):
             yield f"{key} must be a hub id or a local folder, not a URL; copy it here"
+    for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
+        if is_url(c.get(key)):
+            yield f"{key} must be a local folder, not a URL; name a folder on a disk of this machine"
     if path is not None and "model_type" in (config or {}):
         remedy = "or leave model_type out of model.config to change keys of the named model's config"
         yield f"model.config and model.name_or_path are both set; set one of the two, {remedy}"

@@ -181,7 +181,11 @@ def regular_files(key: str, folder: Path, *, hidden: bool = False) -> Iterator[P
             yield path
 
 
-def check_folder(key: str, named: str) -> None:
+MAX_FILES = 50_000
+"""Most files of a model, tokenizer or adapter folder. More are a home folder, or a disk."""
+
+
+def check_folder(key: str, named: str, *, most: int | None = MAX_FILES) -> None:
     """Check that no link leaves a folder that other libraries read, and that all its files are regular.
 
     Hidden files are checked as well, because a library may open any name.
@@ -189,12 +193,15 @@ def check_folder(key: str, named: str) -> None:
     Args:
         key: Setting that names the folder, for messages.
         named: The folder. Nothing is checked if it does not exist.
+        most: Number of files that the folder may have, or None if it may have any.
 
     Raises:
-        UserError: If a link leaves the folder, or if something is not a regular file.
+        UserError: If a link leaves the folder, if something is not a regular file, or if there are too many.
     """
-    for _ in regular_files(key, Path(named), hidden=True) if exists(Path(named)) else ():
-        pass
+    files = regular_files(key, Path(named), hidden=True) if exists(Path(named)) else ()
+    for number, _ in enumerate(files, start=1):
+        if most is not None and number > most:
+            raise UserError(f"{key}: {named}: has more than {most} files; name the folder of the model alone")
 
 
 def check_link(key: str, path: Path, folder: Path) -> None:

@@ -74,6 +74,8 @@ _MAX_PARTS = 9_000
 _MAX_COPY = 5 << 30
 
 
+_ENDPOINT_VARIABLE = re.compile("(AWS|AZURE)_(STORAGE_)?ENDPOINT(_URL)?(_S3)?")
+_ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[!-~]*)?", re.IGNORECASE)
 _MAX_SETTING = 1_000_000
 """Largest number of connections, seconds or minutes that can be set."""
 
@@ -111,6 +113,16 @@ def _setting(name: str, default: float) -> float:
     if not 0 <= value <= _MAX_SETTING:
         raise RemoteError(f"{name}: {text!r} is not a number from 0 to {_MAX_SETTING:,}; correct or unset it")
     return value
+
+
+def _check_endpoints() -> None:
+    """Raise RemoteError if an endpoint is not a URL, for which obstore panics and prints a backtrace."""
+    for name, text in os.environ.items():
+        if _ENDPOINT_VARIABLE.fullmatch(name) and text and not _ENDPOINT.fullmatch(text):
+            raise RemoteError(
+                f"{name}: {printable(ascii(text[:100]))} is not a URL such as https://host:9000; correct or "
+                "unset it"
+            )
 
 
 def checked(name: str, where: object) -> str:
@@ -155,6 +167,7 @@ def _opened(protocol: str, name: str, seconds: float, quiet: float, environment:
     """The store of obstore; one per process and environment."""
     from obstore.store import from_url  # not at the top: takes time to import
 
+    _check_endpoints()
     made: Any = from_url  # whose type depends on the protocol
     first, longest, limit, silence, connecting = (
         timedelta(seconds=s) for s in (FIRST_WAIT, _LONGEST_WAIT, seconds, quiet, min(quiet, 10))

@@ -88,6 +88,8 @@ class TrainerState:
         for name, least in (("step", 0), ("samples", 0), ("world_size", 1), ("format_version", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}")
+        if not isinstance(self.schedule.get("total_steps"), int):
+            raise TypeError("schedule has no total_steps")
         return self
 
     def check_files(self, folder: Place) -> str | None:

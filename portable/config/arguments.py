@@ -15,6 +15,7 @@ from converters.commands import version_line
 from converters.console import say
 from portable.config import flags
 from portable.config.load import assemble, parse_file
+from portable.config.numbers import Reason
 from portable.config.origins import Origin
 from portable.config.problems import build
 from portable.config.run_config import RunConfig
@@ -35,7 +36,7 @@ examples:
   portable-train --config run.yaml --backend xla    the same run on a TPU VM
 """
 
-Count = Annotated[int, Field(ge=1, le=10**8)]
+Count = Annotated[int, Field(ge=1, le=10**8), Reason("More ranks, samples or steps than anyone looks at.")]
 
 
 class CommandOptions(Section):

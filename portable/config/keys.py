@@ -185,23 +185,31 @@ def _alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
         return f"list of: {_words(arguments[0], ())}"
     if kind is dict or origin is dict or issubclass(kind, BaseModel):
         return "mapping"
-    bounds = " and ".join(_bounds(metadata))
-    return f"{_PLAIN_WORDS[kind]} {bounds}".rstrip()
+    return " ".join([_PLAIN_WORDS[kind], *filter(None, _bounds(metadata))])
 
 
 def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the constraints in words; of several lower or upper bounds, only the tightest."""
+    lower: list[tuple[Any, str]] = []
+    upper: list[tuple[Any, str]] = []
     for constraint in _flat(metadata):
         match constraint:
             case annotated_types.MinLen():
                 yield "(not empty)"
             case annotated_types.Ge(ge=bound):
-                yield f">= {bound}"
+                lower.append((bound, f">= {_shown(bound)}"))
             case annotated_types.Gt(gt=bound):
-                yield f"> {bound}"
+                lower.append((bound, f"> {_shown(bound)}"))
             case annotated_types.Le(le=bound):
-                yield f"<= {bound}"
+                upper.append((bound, f"<= {_shown(bound)}"))
             case annotated_types.Lt(lt=bound):
-                yield f"< {bound}"
+                upper.append((bound, f"< {_shown(bound)}"))
+    bounds = [*([max(lower)] if lower else []), *([min(upper)] if upper else [])]
+    yield " and ".join(text for _, text in bounds)
+
+
+def _shown(bound: Any) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:

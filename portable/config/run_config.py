@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from portable.config import keys
 from portable.config.derived import derived
+from portable.config.numbers import Ranks, Seed  # noqa: TC001 (pydantic evaluates the annotations)
 from portable.config.problems import build
 from portable.config.sections import (
     AdapterConfig,
@@ -27,7 +28,7 @@ from portable.config.sections import (
     TrainConfig,
     XlaConfig,
 )
-from portable.config.types import IDENTITY, Flag, PathText, Section
+from portable.config.types import IDENTITY, CompileBackend, Flag, PathText, Section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,16 +61,16 @@ class RunConfig(Section):
     shard_grad_op keeps parameters gathered between forward and backward; the hybrid ones shard within a group
     and replicate across groups. DeepSpeed: zero1 (optimizer state), zero2 (and gradients), zero3 (and
     parameters)."""
-    context_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: Ranks = 1
     """Ranks in a row that share each sequence, for long ones: each takes a part of the tokens. A run may
     resume with another size."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Ranks = 1
     """Ranks in a row that compute each layer together, under FSDP2's strategies, by the plan that
     transformers has for the model. A run may resume with another size."""
     output_dir: PathText = "runs/quickstart"
     """Folder for the resolved config, metrics, checkpoints and the final model, or a URL in an object store
     (s3://bucket/run, gs://bucket/run). The same command with the same folder resumes the run."""
-    seed: int = Field(default=0, ge=0, lt=2**32, json_schema_extra=IDENTITY)
+    seed: Seed = Field(default=0, json_schema_extra=IDENTITY)
     """Seed of all randomness: initial weights, data order, dropout."""
     precision: Precision = Field(default="auto", json_schema_extra=IDENTITY)
     """Compute dtype of layers; master weights and moments are always fp32. auto: bf16 if the device supports
@@ -78,7 +79,7 @@ class RunConfig(Section):
     compile: Flag = False
     """Compile each layer with torch.compile: the first step is slow, later steps are faster. XLA always
     compiles."""
-    compile_backend: str = Field(default="inductor", min_length=1)
+    compile_backend: CompileBackend = "inductor"
     """Backend of torch.compile: inductor, or another one that torch supports (aot_eager and eager do not
     compile, for debugging)."""
     compile_mode: CompileMode = "default"

@@ -11,6 +11,43 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
+from portable.config.numbers import (
+    AdapterRank,
+    AdapterScale,
+    AverageDecay,
+    BatchSize,
+    ChunkTokens,
+    Dimension,
+    Epochs,
+    Epsilon,
+    Fraction,
+    GeneratedTokens,
+    Gigabytes,
+    GradientNorm,
+    LayerNumber,
+    LearningRate,
+    Length,
+    LossScale,
+    LossWeight,
+    Minutes,
+    ModuleSize,
+    NoiseScale,
+    Parts,
+    Processes,
+    ProperFraction,
+    Ranks,
+    Records,
+    Samples,
+    ScalePower,
+    Seconds,
+    Steps,
+    Threshold,
+    Times,
+    TokenId,
+    VocabularySize,
+    Weight,
+    WeightDecay,
+)
 from portable.config.types import (
     IDENTITY,
     AnyCase,
@@ -52,7 +89,6 @@ Format = Literal[
 ]
 XlaDtype = Literal["float32", "bfloat16"]
 Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "function", "observation"]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 ONE, SEVERAL = "[one]", "[several]"
 """What ``data.eval`` may be: pydantic writes it into the places of errors, in brackets as its ``[key]``."""
@@ -114,7 +150,7 @@ class ModelConfig(Section):
         return self.name_or_path is None or self.init == "scratch"
 
 
-Tokens = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
+Tokens = Annotated[tuple[TokenId, ...], Field(strict=False, min_length=1)]
 
 
 class AdapterConfig(Section):
@@ -123,11 +159,11 @@ class AdapterConfig(Section):
     type: Literal["lora", "ia3"] | None = Field(default=None, json_schema_extra=IDENTITY)
     """Kind of adapter: low-rank matrices beside linear layers (lora), or a factor for each of their outputs
     (ia3). Null: no adapter; all weights are trained."""
-    r: int = Field(default=16, ge=1, json_schema_extra=IDENTITY)
+    r: AdapterRank = Field(default=16, json_schema_extra=IDENTITY)
     """Rank of the matrices: more can learn more, and need more memory."""
-    alpha: Annotated[float, Field(gt=0)] = Field(default=32, json_schema_extra=IDENTITY)
+    alpha: AdapterScale = Field(default=32, json_schema_extra=IDENTITY)
     """Scale of what the adapter adds: it is multiplied by alpha / r (with use_rslora by alpha / sqrt(r))."""
-    dropout: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=IDENTITY)
+    dropout: ProperFraction = Field(default=0.0, json_schema_extra=IDENTITY)
     """Share of an adapter's inputs that are zeroed in training."""
     target_modules: Annotated[
         Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(strict=False)], NamesOrPattern
@@ -149,8 +185,8 @@ class AdapterConfig(Section):
     head gets the same rows. For lora."""
     ensure_weight_tying: Flag = Field(default=False, json_schema_extra=IDENTITY)
     """Refuse different trainable_token_indices for tied tables. For lora."""
-    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = (
-        Field(default=None, json_schema_extra=IDENTITY)
+    layers: Annotated[tuple[LayerNumber, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None, json_schema_extra=IDENTITY
     )
     """Numbers of the layers that get an adapter, from 0. Null: all."""
     bias: Literal["none", "all", "lora_only"] = Field(default="none", json_schema_extra=IDENTITY)
@@ -198,7 +234,7 @@ class SourceConfig(Section):
     split: str = Field(default="train", min_length=1)
     """Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a folder whose
     files are named by split."""
-    max_samples: int | None = Field(default=None, ge=1)
+    max_samples: Records | None = None
     """Use at most this many records of the source, from its start, to test a config. Null: all."""
     format: Format = "auto"
     """What a record is (causal-lm): a text; a conversation as messages (role and content) or as sharegpt
@@ -245,7 +281,6 @@ def _named(name: str) -> str:
 
 
 SourceName = Annotated[str, AfterValidator(_named)]
-Share = Annotated[float, Field(ge=0)]
 
 
 class MixedSource(SourceConfig):
@@ -253,18 +288,18 @@ class MixedSource(SourceConfig):
 
     name: SourceName
     """Of the source, in logs and files."""
-    weight: Share | None = None
+    weight: Weight | None = None
     """Its share of the samples, beside the others'."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: Epochs | None = None
     """Its passes in one pass over the mixture, in place of a weight."""
 
 
 class Phase(Section):
     """Weights of a mixture from a step on."""
 
-    step: int = Field(ge=0)
+    step: Steps
     """The first step that has these weights."""
-    weights: dict[str, Share]
+    weights: dict[str, Weight]
     """By the name of the source."""
 
 
@@ -290,10 +325,10 @@ class DataConfig(SourceConfig):
     weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
     """Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}]: from that step
     on they replace all weights before."""
-    shuffle_window: int = Field(default=1, ge=1, json_schema_extra=IDENTITY)
+    shuffle_window: Parts = Field(default=1, json_schema_extra=IDENTITY)
     """Parts of a stream whose samples are mixed at a time. More shuffles better; the run begins once as many
     are tokenized."""
-    cache_limit: float | None = Field(default=None, gt=0)
+    cache_limit: Gigabytes | None = None
     """Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. Null: half of the
     space that is free at the start."""
     chat_template: PathText | None = None
@@ -317,24 +352,24 @@ class DataConfig(SourceConfig):
     added_tokens: Names = Field(default=(), json_schema_extra=IDENTITY)
     """Special tokens to add to the tokenizer, such as those of a chat template. The model's vocabulary grows
     where it has to; new rows are drawn around the mean of the others, as in transformers."""
-    vocab_size: int | None = Field(default=None, ge=300)
+    vocab_size: VocabularySize | None = None
     """Tokens in the byte-pair encoding that is trained without a tokenizer. Null: the model's vocab_size."""
-    seq_len: int = Field(default=256, ge=2, json_schema_extra=IDENTITY)
+    seq_len: Length = Field(default=256, ge=2, json_schema_extra=IDENTITY)
     """Length of a training sequence in tokens. Memory for activations grows with it."""
-    target_seq_len: int | None = Field(default=None, ge=2, json_schema_extra=IDENTITY)
+    target_seq_len: Length | None = Field(default=None, ge=2, json_schema_extra=IDENTITY)
     """Length of a target text in tokens (seq2seq-lm). Null: data.seq_len."""
     packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(default=True, json_schema_extra=IDENTITY)
     """True: concatenate texts into full sequences (language models only). documents, the default for
     conversations: pack whole texts, which do not see each other (causal-lm only). False, always so in
     seq2seq-lm and sequence-classification: one text per sequence, truncated or padded to data.seq_len."""
-    eval_fraction: float = Field(default=0.01, ge=0, lt=1, json_schema_extra=IDENTITY)
+    eval_fraction: ProperFraction = Field(default=0.01, json_schema_extra=IDENTITY)
     """Share held out for evaluation: the end of the concatenated text, or, where it is not concatenated, a
     fixed choice of records. 0, the default with data.eval: nothing."""
     eval: EvaluationSources | None = None
     """Data to evaluate on: a source, as in {source: test.jsonl} or {split: validation}, or several by name,
     as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set what is marked ‡; the rest is
     as for training. Null: the share that data.eval_fraction holds out."""
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: Processes = 0
     """Processes that prepare batches for each rank; 0: the rank itself does. Raise it if the accelerator
     waits for data. As many, at least one, tokenize a stream on each machine."""
     cache_dir: PathText | None = None
@@ -356,36 +391,36 @@ class ParameterGroup(Section):
     """Parameters with a learning rate or weight decay of their own."""
 
     pattern: str = Field(min_length=1)
-    learning_rate: float | None = Field(default=None, gt=0)
-    weight_decay: float | None = Field(default=None, ge=0)
+    learning_rate: LearningRate | None = None
+    weight_decay: WeightDecay | None = None
 
 
 class TrainConfig(Section):
     """Length, batch sizes, optimizer and schedule."""
 
-    steps: int | None = Field(default=200, ge=1, json_schema_extra=IDENTITY)
+    steps: Steps | None = Field(default=200, ge=1, json_schema_extra=IDENTITY)
     """Length of the schedule in optimizer steps. Null only if train.epochs is set."""
-    epochs: float | None = Field(default=None, gt=0, json_schema_extra=IDENTITY)
+    epochs: Epochs | None = Field(default=None, json_schema_extra=IDENTITY)
     """Length of the schedule in passes over the data, instead of train.steps."""
-    stop_after: int | None = Field(default=None, ge=1)
+    stop_after: Steps | None = Field(default=None, ge=1)
     """Save a checkpoint and stop after this step. The same command without it resumes from there, possibly on
     another machine."""
-    global_batch_size: int = Field(default=8, ge=1, json_schema_extra=IDENTITY)
+    global_batch_size: BatchSize = Field(default=8, json_schema_extra=IDENTITY)
     """Sequences per optimizer step, over all ranks, whatever their number."""
-    micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    micro_batch_size: BatchSize | Literal["auto"] = 4
     """Sequences per device and forward pass; gradients accumulate up to the global batch. Lower it if memory
     runs out: only the speed changes. auto: the largest that fits, found by trial; on a CPU without a memory
     limit (ulimit -v) at most 4; not on XLA. The default is lowered to a divisor of the global batch."""
     loss: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
     """dpo, ipo, simpo or orpo (data.format preference), or a loss of your own: package.module:name; arguments
     as in dpo(beta=0.2). Null: cross-entropy, or the loss of a classifier's problem_type."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=IDENTITY)
+    label_smoothing: ProperFraction = Field(default=0.0, json_schema_extra=IDENTITY)
     """Share of each target that is spread evenly over all tokens or classes. The loss of an evaluation stays
     the plain one."""
-    z_loss: float = Field(default=0.0, ge=0, json_schema_extra=IDENTITY)
+    z_loss: LossWeight = Field(default=0.0, json_schema_extra=IDENTITY)
     """Weight of the squared logarithm of the softmax's normalizer, which keeps logits from drifting; 1e-4 is
     common for pretraining. Not part of the loss of an evaluation."""
-    neftune_noise_alpha: float = Field(default=0.0, ge=0, json_schema_extra=IDENTITY)
+    neftune_noise_alpha: NoiseScale = Field(default=0.0, json_schema_extra=IDENTITY)
     """Size of the noise that is added to embeddings in training (NEFTune), by the length of each document; 5
     is common for fine-tuning on conversations."""
     dropout: Flag | None = Field(default=None, json_schema_extra=IDENTITY)
@@ -398,7 +433,7 @@ class TrainConfig(Section):
     moments; 32 bits for embeddings, vectors and small matrices), sgd (momentum is the first of train.betas),
     muon (orthogonalized momentum for the matrices of layers, adamw for the rest), or package.module:name, any
     torch.optim.Optimizer such as torch.optim:NAdam(momentum_decay=0.004)."""
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1, json_schema_extra=IDENTITY)
+    muon_momentum: ProperFraction = Field(default=0.95, json_schema_extra=IDENTITY)
     """Momentum of muon's matrices (Nesterov's)."""
     muon_rate: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw", json_schema_extra=IDENTITY
@@ -410,14 +445,14 @@ class TrainConfig(Section):
     """Which library's update rule adafactor uses. torch: the rate is relative to a parameter's RMS, and at
     most one over the square root of the steps. transformers: the rate is absolute, as in the Trainer
     (scale_parameter and relative_step false); use one 10 to 100 times lower."""
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
+    betas: Annotated[tuple[ProperFraction, ProperFraction], Field(strict=False)] = Field(
         default=(0.9, 0.95), json_schema_extra=IDENTITY
     )
     """Decay rates of the first and second moment. Raise the second towards 0.999 for small or noisy
     batches."""
-    eps: float = Field(default=1e-8, ge=1e-37, json_schema_extra=IDENTITY)
+    eps: Epsilon = Field(default=1e-8, json_schema_extra=IDENTITY)
     """Added to the root of the second moment to avoid division by zero. Smaller numbers are zero in fp32."""
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, json_schema_extra=IDENTITY)
+    ema: AverageDecay | None = Field(default=None, json_schema_extra=IDENTITY)
     """Average the weights over the steps, in fp32: the share of the average that stays in each, such as
     0.999. It is in checkpoints; checkpoint.export_ema exports it."""
     trainable: Names | None = Field(default=None, json_schema_extra=IDENTITY)
@@ -427,9 +462,9 @@ class TrainConfig(Section):
     frozen: Names = Field(default=(), json_schema_extra=IDENTITY)
     """Freeze the parameters in whose names one of these regular expressions is found, such as embed_tokens;
     also those of train.trainable."""
-    learning_rate: float = Field(default=3e-4, gt=0, json_schema_extra=IDENTITY)
+    learning_rate: LearningRate = Field(default=3e-4, json_schema_extra=IDENTITY)
     """Highest learning rate, reached at the end of the warm-up."""
-    min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1, json_schema_extra=IDENTITY)
+    min_learning_rate_ratio: Fraction = Field(default=0.0, json_schema_extra=IDENTITY)
     """Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of train.learning_rate;
     0.1 is common for pretraining."""
     schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
@@ -440,12 +475,12 @@ class TrainConfig(Section):
     """More parameters of a schedule. wsd: decay_ratio (0.2 of all steps), decay_type and warmup_type (linear,
     cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warm-up). DeepSpeed's have its names;
     train.learning_rate is the peak of OneCycle and the first rate of LRRangeTest."""
-    warmup_steps: int | None = Field(default=None, ge=0, json_schema_extra=IDENTITY)
+    warmup_steps: Steps | None = Field(default=None, json_schema_extra=IDENTITY)
     """Steps over which the learning rate rises from zero, linearly unless the schedule defines another shape.
     Null: a tenth of all steps, also with train.epochs, and at most 20."""
-    warmup_ratio: float | None = Field(default=None, ge=0, le=1, json_schema_extra=IDENTITY)
+    warmup_ratio: Fraction | None = Field(default=None, json_schema_extra=IDENTITY)
     """The warm-up as a share of all steps, rounded up, instead of train.warmup_steps."""
-    weight_decay: float = Field(default=0.1, ge=0, json_schema_extra=IDENTITY)
+    weight_decay: WeightDecay = Field(default=0.1, json_schema_extra=IDENTITY)
     """Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled for adamw and
     muon, added to the gradient for sgd."""
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
@@ -454,19 +489,19 @@ class TrainConfig(Section):
     """Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, {pattern:
     embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the first match
     counts. learning_rate follows the schedule in proportion. weight_decay spares biases and norms as well."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0, json_schema_extra=IDENTITY)
+    max_grad_norm: GradientNorm | None = Field(default=1.0, json_schema_extra=IDENTITY)
     """Gradients whose global norm exceeds this are scaled down to it. Null: no clipping."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is not finite does. Its update is always skipped: weights and optimizer
     stay bit for bit. stop: the run ends and reports the step, its samples and how to find the cause
     (--replay). skip: the run continues, counts skipped_steps, and ends after ten in a row. Overflows under
     fp16 only adjust the loss scale."""
-    eval_every: int | None = Field(default=100, ge=1)
+    eval_every: Times | None = 100
     """Steps between evaluations on the held-out records. Null: only at the end."""
-    eval_every_epochs: float | None = Field(default=None, gt=0)
+    eval_every_epochs: Epochs | None = None
     """Passes over the data between evaluations, instead of train.eval_every: 0.5 evaluates in the middle and
     after the last step of each epoch."""
-    eval_batches: int | None = Field(default=None, ge=1)
+    eval_batches: Times | None = None
     """Evaluate on at most this many global batches. Null: on all held-out records."""
     eval_ema: Flag = False
     """Evaluate the average of the weights (train.ema) in their place."""
@@ -478,10 +513,10 @@ class TrainConfig(Section):
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
     """Callbacks of your own, as package.module:name or package.module:name(argument=value), called at the
     start, after steps, logs, evaluations and saves, and at the end."""
-    early_stopping_patience: int | None = Field(default=None, ge=1)
+    early_stopping_patience: Times | None = None
     """End the run after this many evaluations in a row without an improvement of checkpoint.best_metric.
     Null: never."""
-    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    early_stopping_threshold: Threshold = 0.0
     """An improvement is larger than this, measured from the best evaluation so far."""
 
     @property
@@ -496,7 +531,7 @@ class MemoryConfig(Section):
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass instead of storing them: of every layer (full; about a third
     slower, least memory), or all except those of costly operations (selective)."""
-    loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    loss_chunk_tokens: ChunkTokens | Literal["auto"] = "auto"
     """Tokens whose logits are in memory at a time: the loss of a larger micro-batch is computed in chunks,
     and again in the backward pass. auto: as many as have 64 million logits (256 MiB), which matters for large
     vocabularies. 0: all at once. FSDP and DDP only."""
@@ -517,7 +552,7 @@ class MemoryConfig(Section):
 class FsdpConfig(Section):
     """Details of FSDP, with Accelerate's names. Null: the backend's default."""
 
-    shard_group_size: int | None = Field(default=None, ge=1)
+    shard_group_size: Ranks | None = None
     """Ranks (on XLA: devices) that shard one replica of the state in hybrid_shard and hybrid_shard_zero2.
     Null: the ranks of one node (on XLA: the devices of one slice)."""
     auto_wrap_policy: (
@@ -527,7 +562,7 @@ class FsdpConfig(Section):
     the whole model. Null: each transformer layer."""
     transformer_layer_cls_to_wrap: Names | None = None
     """Class names of the layers that transformer_based_wrap wraps. Null: those that the model declares."""
-    min_num_params: int | None = Field(default=None, ge=0)
+    min_num_params: ModuleSize | None = None
     """Smallest module, in parameters, that size_based_wrap wraps."""
     forward_prefetch: Flag | None = None
     """Gather the next unit's parameters during the current unit's forward pass: more overlap, more memory."""
@@ -541,13 +576,13 @@ class FsdpConfig(Section):
 class Fp16Config(Section):
     """Dynamic loss scaling of precision fp16. The names are DeepSpeed's."""
 
-    initial_scale_power: int = Field(default=16, ge=0, le=32)
+    initial_scale_power: ScalePower = 16
     """The initial scale is 2 to this power. Lower it to skip fewer updates at the start."""
-    loss_scale_window: int = Field(default=1000, ge=1)
+    loss_scale_window: Times = 1000
     """Updates without an overflow after which the scale is doubled."""
-    hysteresis: int = Field(default=2, ge=1)
+    hysteresis: Times = 2
     """Overflows since the last doubling until the scale is halved. 1: every overflow halves it."""
-    min_loss_scale: float = Field(default=1.0, gt=0)
+    min_loss_scale: LossScale = 1.0
     """Minimum scale. The run ends if gradients overflow at this scale."""
 
 
@@ -568,13 +603,13 @@ class XlaConfig(Section):
     """Shard each parameter along its first dim, also if another is longer."""
     optimization_barrier_in_backward: Flag | None = None
     """Keep the compiler from merging the gathers of different units in the backward pass."""
-    sharding: dict[str, Annotated[int, Field(ge=0)] | None] | None = None
+    sharding: dict[str, Dimension | None] | None = None
     """The sharded dim of parameters, to override the default: a mapping from regular expressions, searched in
     parameter names, to a dim, or null to replicate. The first match counts."""
     scan_layers: Flag = False
     """Compile layers that are alike once and run them in a loop, so that compile time does not grow with
     depth."""
-    attention_rows: int | None = Field(default=None, ge=1)
+    attention_rows: Length | None = None
     """Compute attention for this many tokens of a sequence at a time: its scores take memory for these rows
     alone, and are computed again in the backward pass. Null: all at once."""
     compilation_cache: PathText = "auto"
@@ -585,13 +620,13 @@ class XlaConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    every_steps: int | None = Field(default=100, ge=1)
+    every_steps: Times | None = 100
     """Steps between checkpoints. Null: only when the run stops."""
-    every_epochs: float | None = Field(default=None, gt=0)
+    every_epochs: Epochs | None = None
     """Passes over the data between checkpoints, instead of checkpoint.every_steps."""
-    keep: int | None = Field(default=3, ge=1)
+    keep: Times | None = 3
     """Newest checkpoints to keep; older ones are deleted. Null: all."""
-    keep_best: int | None = Field(default=None, ge=1)
+    keep_best: Times | None = None
     """Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest; an evaluation
     among the best saves one. Null: the newest alone."""
     best_metric: str | None = Field(default=None, min_length=1)
@@ -610,16 +645,16 @@ class CheckpointConfig(Section):
     """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder
     with checkpoints. Or, while output_dir has none, the path or URL of a checkpoint to start from, this
     program's or another's (docs/moving.md)."""
-    resume_step: int | None = Field(default=None, ge=0)
+    resume_step: Steps | None = None
     """Optimizer steps that count as done at another program's checkpoint in checkpoint.resume. The schedule
     continues from there; 0 restarts it. Null: the checkpoint's own count."""
-    resume_samples: int | None = Field(default=None, ge=0)
+    resume_samples: Samples | None = None
     """Sequences that count as consumed there. This run's data order continues from there. Null: the
     checkpoint's own count, or its steps times train.global_batch_size."""
     staging_dir: PathText | None = None
     """If output_dir is a URL: a local folder for shards before their upload, with space for this machine's
     share of one checkpoint. Null: in the system's temporary folder."""
-    max_outage_minutes: float = Field(default=60.0, ge=0)
+    max_outage_minutes: Minutes = 60.0
     """If output_dir is a URL: for how many minutes saves may fail because the store is away. The steps go on
     meanwhile, and each save tries again."""
     export: Flag | Literal["merged", "like_base"] = True
@@ -636,9 +671,9 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Reports during the run."""
 
-    every_steps: int = Field(default=10, ge=1)
+    every_steps: Times = 10
     """Steps between lines in metrics.jsonl and on the console. Each is a host sync."""
-    hang_timeout: float | None = Field(default=480.0, gt=0)
+    hang_timeout: Seconds | None = 480.0
     """Seconds without a new batch after which every rank writes its stacks to <output_dir>/hang/ and exits;
     the first batch may take four times as long. Null: no limit."""
     memory_snapshot: Flag = False
@@ -655,7 +690,7 @@ class LogConfig(Section):
     sample_prompt: str | None = Field(default=None, min_length=1)
     """Text that the model continues at the end of the run (generative models). Null: the start of a held-out
     text."""
-    sample_tokens: int = Field(default=64, ge=0)
+    sample_tokens: GeneratedTokens = 64
     """Tokens to generate in that sample. 0: no sample."""
     quiet: Flag = False
     """Print warnings and errors only (--quiet); log.txt in the run's folder has the rest."""

@@ -5,14 +5,24 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+)
 
 from converters.errors import CheckpointError
-from converters.storage.path_or_url import expanded
+from converters.storage.path_or_url import expanded, is_url
 from portable import plugins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that defines the run; see ``RunConfig.fingerprint``."""
@@ -28,6 +38,32 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_text(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse characters that no path, name or file of text can have, in every setting alike."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # its own fields are checked
+            for text in _iter_texts(value):
+                if _IMPOSSIBLE.search(text):
+                    raise ValueError("contains a NUL character or half a surrogate pair; remove it")
+        return value
+
+
+_IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+"""U+DC80 to U+DCFF stand for the bytes of file names that are not UTF-8."""
+
+
+def _iter_texts(value: object) -> Iterator[str]:
+    pending = [(value, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list | tuple) and depth <= _MAX_DEPTH:
+            inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+            pending.extend((item, depth + 1) for item in inner)
 
 
 def truth(value: Any) -> Any:
@@ -76,11 +112,26 @@ class MayBePath:
     """Marks a type whose text may be a path or a URL; see ``Setting.may_be_path``."""
 
 
+_MAX_NAME, _MAX_PATH = 255, 4095
+"""Bytes of a file name and of a path, which Linux and macOS take."""
+
+
 def _expanded(value: object) -> object:
+    if not isinstance(value, str):
+        return value
     try:
-        return expanded(value) if isinstance(value, str) else value
+        text = expanded(value)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
+    if not is_url(text) and not plugins.names_code(text):
+        path = text.encode("utf-8", "surrogatepass")
+        longest = max(map(len, path.split(b"/")))
+        if longest > _MAX_NAME or len(path) > _MAX_PATH:
+            raise ValueError(
+                f"is too long for a path: it has {len(path)} bytes, and a name of {longest}; use at most "
+                f"{_MAX_PATH}, and {_MAX_NAME} for each name"
+            )
+    return text
 
 
 PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expanded), MayBePath()]
@@ -115,6 +166,16 @@ def _code_or_name(value: object, name: Callable[[object], object]) -> object:
 
 OrPlugIn = WrapValidator(_code_or_name, json_schema_input_type=str)
 """Makes a type of names also take that of code of the user's."""
+
+
+def _check_backend_name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
+        raise ValueError(f"{value[:40]!r} is not a name; use one that torch has, such as inductor")
+    return value
+
+
+CompileBackend = Annotated[str, AfterValidator(_check_backend_name)]
+"""Name of a backend of torch.compile, which only a process that compiles can look up."""
 
 _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 

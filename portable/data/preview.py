@@ -9,6 +9,7 @@ import numpy as np
 
 from converters.console import visible
 from portable.data.samples.base import IGNORED, sequence
+from portable.data.tokens.bounded_tokenizer import decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +94,7 @@ def preview(data: Data, count: int, seed: int) -> Preview:
     waste = 1 - taken / max(1, kept * length) if padded else data.train.waste
     facts["padding"] = f"{waste:.1%} of the positions"
     if data.end_of_turn is not None:
-        facts["an answer ends with"] = data.tokenizer.decode([data.end_of_turn])
+        facts["an answer ends with"] = decode(data.tokenizer, [data.end_of_turn])
     return Preview(facts, lengths, used)
 
 
@@ -157,7 +158,7 @@ def _pieces(data: Data, arrays: Any, index: int) -> tuple[int, int, list[tuple[s
             add(labels[at], True)
     pieces, left = [], _MOST_CHARS
     for ids, trained in runs:
-        text = data.tokenizer.decode(ids)
+        text = decode(data.tokenizer, ids)
         pieces.append((text[:left] + ("..." if len(text) > left else ""), trained))
         left -= len(text)
         if left <= 0:

@@ -26,6 +26,7 @@ from portable.data.samples.truncation import Truncated, answered_blocks, keeps_a
 from portable.data.sources.documents import digest_of
 from portable.data.sources.opening import StreamedFiles
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
+from portable.data.tokens.bounded_tokenizer import decode
 from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
@@ -273,7 +274,7 @@ class TokenizedSource:
         if end is None or self.truncated is None or keeps_an_end(self.tokens, self.truncated, end):
             return
         raise UserError(
-            f"data.truncation: all samples are cut before {self.context.tokenizer.decode([end])!r}, which "
+            f"data.truncation: all samples are cut before {decode(self.context.tokenizer, [end])!r}, which "
             "ends an answer, so the model would never stop; raise data.seq_len, which is "
             f"{self.settings.data.seq_len}, or set data.truncation to start or drop"
         )

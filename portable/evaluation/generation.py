@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from portable.data.tokens.bounded_tokenizer import decode
 from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class TextMetrics:
         return found
 
     def _text(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return decode(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 class _Guess:

@@ -19,6 +19,7 @@ from torch import nn
 
 from portable import plugins
 from portable.errors import UserError, one_line, require
+from portable.model.config_values import check_config_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
 from portable.model.model_terms import adds_router_loss
@@ -63,6 +64,7 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
     except Exception as error:  # the defaults of some config classes are invalid
         raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
     _check_keys(known, given)
+    check_config_values("model.config", given)
     try:
         config = AutoConfig.for_model(model_type, **given)
         _check_rope(config, given)
@@ -81,7 +83,7 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
 
 def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
     """The config of a folder or a model on the hub, as ``model.config`` changes it."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
         raise UserError(
@@ -90,7 +92,11 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
         )
     check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
     try:
+        values, _ = PretrainedConfig.get_config_dict(name)
+        check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", values)
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
     return _changed(config, settings)
@@ -131,6 +137,7 @@ def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfi
     if not settings.config:
         return config
     _check_keys(config, settings.config)
+    check_config_values("model.config", settings.config)
     values = config.to_dict()
     changes = dict(settings.config)
     if isinstance(rope := values.get("rope_parameters"), dict) and not _get_rope_per_layer_type(rope):

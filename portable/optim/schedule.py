@@ -16,14 +16,18 @@ from pydantic.dataclasses import dataclass
 
 from portable import plugins
 from portable.config.derived import warmup_steps
+from portable.config.numbers import MAX_RATE, MAX_STEPS
 from portable.config.sections import ScheduleKind as Kind
 from portable.errors import require
 
 if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
-Rate = Annotated[float, Field(ge=0)]
-Steps = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(ge=0, le=MAX_RATE)]
+PartOfSteps = Annotated[float, Field(ge=0, le=MAX_STEPS)]
+Stairs = Annotated[int, Field(ge=0, le=MAX_STEPS)]
+Growth = Annotated[float, Field(ge=-MAX_RATE, le=MAX_RATE)]
+Momentum = Annotated[float, Field(ge=0, le=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -133,7 +137,7 @@ class InverseSqrt(Schedule):
             or 10 000 without one.
     """
 
-    timescale: Annotated[int, Field(gt=0)] | None = None
+    timescale: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -206,16 +210,16 @@ class OneCycle(Schedule):
     """
 
     cycle_min_lr: Rate
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: Steps = 2000
-    cycle_second_step_size: Rate | None = None
-    cycle_first_stair_count: Annotated[int, Field(ge=0)] = 0
-    cycle_second_stair_count: Annotated[int, Field(ge=0)] | None = None
-    decay_step_size: Rate = 0.0
+    decay_lr_rate: Growth = 0.0
+    cycle_first_step_size: Annotated[PartOfSteps, Field(gt=0)] = 2000
+    cycle_second_step_size: PartOfSteps | None = None
+    cycle_first_stair_count: Stairs = 0
+    cycle_second_stair_count: Stairs | None = None
+    decay_step_size: PartOfSteps = 0.0
     cycle_momentum: bool = True
-    cycle_min_mom: Rate = 0.8
-    cycle_max_mom: Rate = 0.9
-    decay_mom_rate: float = 0.0
+    cycle_min_mom: Momentum = 0.8
+    cycle_max_mom: Momentum = 0.9
+    decay_mom_rate: Growth = 0.0
 
     def __call__(self, step: int) -> float:
         if step - 1 < self._length:
@@ -265,8 +269,8 @@ class OneCycle(Schedule):
 class LRRangeTest(Schedule):
     """Rises indefinitely from ``train.learning_rate``, to find the rate at which the loss diverges."""
 
-    lr_range_test_step_size: Annotated[int, Field(gt=0)] = 2000
-    lr_range_test_step_rate: float = 1.0
+    lr_range_test_step_size: Annotated[int, Field(gt=0, le=MAX_STEPS)] = 2000
+    lr_range_test_step_rate: Growth = 1.0
     lr_range_test_staircase: bool = False
 
     def __call__(self, step: int) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable import plugins
+from portable.data.tokens.bounded_tokenizer import decode, encode
 from portable.errors import RunError, UserError
 from portable.loop import Callback, Progress
 from portable.model.whole_values import WholeValues, is_part
@@ -118,11 +119,10 @@ class Run:
 
     def generate(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
         """Continue a text with the model as it is now. All ranks call it, with the same arguments."""
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        ids: list[int] = encode(self.tokenizer, prompt)["input_ids"]
         tokens = torch.tensor([ids], dtype=torch.int64)
         found = self.engine.generate(tokens, max_new_tokens=max_new_tokens, seed=seed)
-        text: str = self.tokenizer.decode(found[0, tokens.shape[1] :])
-        return text
+        return decode(self.tokenizer, found[0, tokens.shape[1] :].tolist())
 
     # -- of the run's own alone --------------------------------------------------------------------------
 

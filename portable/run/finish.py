@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
+from portable.data.tokens.bounded_tokenizer import decode, encode
 from portable.errors import NotExportedError, UserError, one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
@@ -106,8 +108,8 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
         return
     text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
     start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
-    decode = prepared.data.tokenizer.decode
-    reporter.say(f"\n--- prompt\n{decode(start)}\n--- the model goes on\n{decode(rest)}\n---\n")
+    show = partial(decode, prepared.data.tokenizer)
+    reporter.say(f"\n--- prompt\n{show(start.tolist())}\n--- the model goes on\n{show(rest.tolist())}\n---\n")
 
 
 def sample_prompt(prepared: Prepared) -> torch.Tensor:
@@ -124,9 +126,9 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
             variables = {**data.tokenizer.special_tokens_map, **prepared.config.data.chat_template_kwargs}
             rendering = Rendering(data.tokenizer.chat_template, variables)
             text: str = limited.call(rendering.question, given, "log.sample_prompt")
-            chat: list[int] = data.tokenizer(text, add_special_tokens=False)["input_ids"]
+            chat: list[int] = encode(data.tokenizer, text, add_special_tokens=False)["input_ids"]
             return torch.tensor([chat], dtype=torch.int64)
-        ids: list[int] = data.tokenizer(given)["input_ids"]
+        ids: list[int] = encode(data.tokenizer, given)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
     batch = samples.batch([samples.example()])

@@ -15,6 +15,7 @@ import torch
 
 from converters.console import say
 from portable.checkpoint.store import checkpoints_of
+from portable.data.tokens.bounded_tokenizer import decode
 from portable.errors import UserError, one_line
 from portable.formatting import table
 from portable.loop import steps
@@ -293,5 +294,5 @@ def _sample(run: Prepared, position: int) -> str:
         in_a_row = isinstance(documents, range)
         which += f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
     tokens = samples.batch([(epoch, index)])["input_ids"][0]
-    text = one_line(run.data.tokenizer.decode(tokens))
+    text = one_line(decode(run.data.tokenizer, tokens.tolist()))
     return f"sample {position}, of {which} of {samples.source_name(index) or 'the source'}: {text[:_SHOWN]!r}"

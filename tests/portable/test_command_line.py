@@ -103,6 +103,8 @@ def test_init(
 REFUSED = yaml.safe_load(Path(__file__).with_name("command_line_refused.yaml").read_text("utf-8"))
 REFUSED += [
     {"settings": {"data.source": "x" * 300}, "words": ["data.source", "too long"]},
+    {"settings": {"data.tokenizer": "\u00e9" * 300}, "words": ["data.tokenizer", "too long for a path"]},
+    {"settings": {"output_dir": "a/" * 2100}, "words": ["output_dir", "too long for a path"]},
     {"flags": f"--eval-only --json {__file__}", "words": ["--json", "has no evaluation; name another file"]},
 ]
 
@@ -242,6 +244,7 @@ STATE = asdict(TrainerState(4, 24, 0, {"total_steps": 8}, {}, "digest", "cpu", "
         *(json.dumps(STATE | {key: "a"}) for key in ("samples", "schedule", "run", "format_version")),
         *(json.dumps(STATE | {"step": step}) for step in (-1, True, 1.5, None)),
         json.dumps({key: value for key, value in STATE.items() if key != "samples"}),
+        json.dumps(STATE | {"schedule": {}}),
     ],
     ids=lambda text: text[-40:],
 )

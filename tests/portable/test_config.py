@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import annotated_types
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from portable.checks import check
 from portable.config import RunConfig, difference, dump_yaml, keys, load_config, parse_args
+from portable.config.arguments import TrainOptions
+from portable.config.numbers import Reason
 from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
+from tests.fuzz.configs import run_cases
 from tests.runs import checked
 
 TABLE = keys.settings(RunConfig)
@@ -197,6 +202,30 @@ def test_difference_reads_fingerprints_back_from_json() -> None:
     assert difference(stored, RunConfig()) == ["train.optimizer: 'sgd' and 'adamw'"]
 
 
+def iter_numbers(model: type[BaseModel]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each number that the schema takes, also inside lists and groups, with its constraints."""
+    for key, setting in keys.settings(model).items():
+        for kind, marks in keys.parts(setting.field.annotation, tuple(setting.field.metadata)):
+            if kind in (int, float):
+                yield key, [inner for mark in marks for inner in getattr(mark, "metadata", None) or (mark,)]
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from ((f"{key}.{inner}", constraints) for inner, constraints in iter_numbers(kind))
+
+
+def test_every_number_has_bounds_with_a_reason() -> None:
+    numbers = [*iter_numbers(RunConfig), *iter_numbers(TrainOptions)]
+    assert len(numbers) > 60 and {key for key, _ in numbers} >= {
+        "data.sources.weight",
+        "xla.sharding",
+        "nproc",
+    }
+    for key, constraints in numbers:
+        kinds = {type(constraint) for constraint in constraints}
+        assert kinds & {annotated_types.Ge, annotated_types.Gt}, f"{key} has no lower bound"
+        assert kinds & {annotated_types.Le, annotated_types.Lt}, f"{key} has no upper bound"
+        assert Reason in kinds, f"the bounds of {key} have no reason"
+
+
 # Nothing but a UserError, whatever the input
 
 words = st.one_of(
@@ -256,3 +285,9 @@ def test_no_command_line_brings_a_traceback(argv: list[str]) -> None:
         parse_args(argv)
     except UserError as error:
         assert "\n" not in str(error)
+
+
+def test_random_configs_break_no_promise(tmp_path: Path) -> None:
+    """The first cases of the weekly fuzz."""
+    for number, case, outcome in run_cases(range(40), 0, tmp_path):
+        assert not outcome.broken, f"case {number}: {case.changes}"

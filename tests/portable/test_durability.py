@@ -146,7 +146,7 @@ class _Written:
 
 
 def begin(checkpoints: Checkpoints[Path], step: int, written: _Written) -> None:
-    state = TrainerState(step, 6 * step, 0, {}, {}, "", "cpu", "no_shard", 1)
+    state = TrainerState(step, 6 * step, 0, {"total_steps": 8}, {}, "", "cpu", "no_shard", 1)
 
     def shards(folder: Path) -> _Written:
         for number in range(20):

@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,8 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from isal import igzip
 from pyarrow import parquet
+from transformers import CONFIG_MAPPING
 
 from converters.cli import main as convert
 from portable.adapters.settings import folder_of
@@ -32,11 +35,12 @@ from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.sources import sharded_tokens
 from portable.data.sources.source import TokenSource
-from portable.data.tokens import limited, tokenize
+from portable.data.tokens import bounded_tokenizer, limited, tokenize
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer
 from portable.errors import UserError
 from portable.model.build import model_config
+from portable.model.config_values import check_config_values
 from portable.model.training_loss import Outputs
 from portable.paths import check_folder
 from portable.reporting.html_report import main as report
@@ -104,7 +108,7 @@ def test_nothing_that_informs_runs_code(
 
 
 def test_a_large_global_batch_is_described_quickly() -> None:
-    config = RunConfig().replaced({"train.global_batch_size": 2_000_000_000, "train.micro_batch_size": 1})
+    config = RunConfig().replaced({"train.global_batch_size": 16_000_000, "train.micro_batch_size": 1})
     start = time.process_time()
     sizes = resume_info._world_sizes(config)
     assert sizes[:5] == [1, 2, 4, 5, 8] and sizes[-1] == 64_000
@@ -221,11 +225,51 @@ def test_settings_of_published_tokenizers_are_accepted(
     assert load_tokenizer(str(folder)).unk_token == "/etc/passwd"
 
 
-def test_the_number_of_layers_is_bounded(tmp_path: Path) -> None:
-    settings = {"model_type": "llama", "num_hidden_layers": 20_000_000}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="num_hidden_layers: 20000000 is too large; use at most 4096"):
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_hidden_layers": 20_000_000}, "num_hidden_layers: 20000000 is too large; use at most 4096"),
+        ({"attention_dropout": 2.0}, "attention_dropout is 2.0; use a probability from 0 to 1"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, r"factor is 0; use a factor above 0"),
+        ({"dtype": 7}, "dtype is 7; use the name of a dtype"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; use an epsilon from 0 to 1"),
+        ({"hidden_size": 10**400}, "hidden_size is a number of many digits; use a size"),
+        (
+            {"text_config": {"attention_dropout": -1.0}, "model_type": "gemma3"},
+            "text_config.attention_dropout",
+        ),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_a_model_config_are_bounded(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values}))
+    with pytest.raises(UserError, match=f"^model.name_or_path: {tmp_path}/config.json: .*{words}"):
         model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
+
+
+@pytest.mark.exhaustive
+def test_no_default_of_a_model_type_is_out_of_bounds() -> None:
+    checked = 0
+    for model_type in CONFIG_MAPPING:
+        with suppress(ValueError, StrictDataclassError):  # a class without valid defaults
+            settings = CONFIG_MAPPING[model_type]().to_dict()
+            try:
+                check_config_values(model_type, settings)
+            except UserError as error:
+                pytest.fail(str(error))
+            checked += 1
+    assert checked > 500
+
+
+def test_a_folder_of_a_model_has_few_files(tmp_path: Path) -> None:
+    """A home folder has so many that looking at each takes minutes."""
+    for number in range(4):
+        (tmp_path / f"{number}.json").touch()
+    check_folder("adapter.name_or_path", str(tmp_path), most=4)
+    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* has more than 3 files; name the folder"):
+        check_folder("adapter.name_or_path", str(tmp_path), most=3)
 
 
 def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
@@ -514,17 +558,67 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+def write_tokenizer(folder: Path, **parts: Any) -> str:
+    """Write a tokenizer of letters with the given parts of `tokenizer.json`."""
+    model = {"type": "BPE", "vocab": {letter: number for number, letter in enumerate("abc ")}, "merges": []}
+    content = {"version": "1.0", "added_tokens": [], "model": model, **parts}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return str(folder)
+
+
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_a_tokenizer_that_fails_is_one_line(case: str, tmp_path: Path) -> None:
-    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-    content = {"version": "1.0", "added_tokens": [], "model": model, **TOKENIZERS[case]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match=r"^data.tokenizer: ") as refused:
-        loaded = load_tokenizer(str(tmp_path))
+        loaded = load_tokenizer(write_tokenizer(tmp_path, **TOKENIZERS[case]))
         Vocabulary.of(loaded)
         tokenize._encode(loaded, ["a" * 40 + "c"])
     assert str(refused.value).isprintable()
+
+
+def double(times: int, letter: str = "a") -> list[dict[str, Any]]:
+    return [{"type": "Replace", "pattern": {"String": letter}, "content": 2 * letter}] * times
+
+
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "doubles every text": ({"normalizer": {"type": "Sequence", "normalizers": double(20)}}, "encode a text"),
+    "doubles some texts": (
+        {"normalizer": {"type": "Sequence", "normalizers": double(20, "c")}},
+        "encode a text",
+    ),
+    "doubles decoded text": ({"decoder": {"type": "Sequence", "decoders": double(21)}}, "decode tokens"),
+    # Each match tries a third of a million ways, and there is one at each position.
+    "backtracks": ({"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "a+a+b"}}}, "encode a text"),
+    "adds tokens without end": (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 1000,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"a": {"id": "a", "ids": [0] * 3000, "tokens": ["a"] * 3000}},
+            }
+        },
+        "encode a text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_tokenizer_without_end_is_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits are smaller here, because a call that is refused goes on until the process ends."""
+    parts, action = BOMBS[case]
+    monkeypatch.setattr(bounded_tokenizer, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded_tokenizer, "MEMORY", 1 << 25)
+    with pytest.raises(UserError) as refused:
+        loaded = load_tokenizer(write_tokenizer(tmp_path, **parts))
+        Vocabulary.of(loaded)
+        tokenize._encode(loaded, ["a" * 1500 + "c"])
+    assert str(refused.value) == (
+        f"data.tokenizer: {str(tmp_path)!r} takes too much time or memory to {action}; use another "
+        "tokenizer, or null to train one"
+    )
 
 
 # -- the terminal --------------------------------------------------------------------------------------------

@@ -169,10 +169,19 @@ def test_stop(name: str, kind: str, run: Run, tmp_path: Path) -> None:
         assert told[-1].endswith("model.embed_tokens.weight")
 
 
+def raise_rate(step: int, total_steps: int) -> float:
+    """Multiply the rate beyond the bounds of the schema, as a custom schedule can by mistake."""
+    return 1e35
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_weights_that_an_update_makes_infinite_are_not_saved(name: str, run: Run, tmp_path: Path) -> None:
     """The loss and the gradients of that step are finite, because they come from the weights before it."""
-    diverging: dict[str, Any] = {"train__learning_rate": 1e38, "train__weight_decay": 1e38}
+    diverging: dict[str, Any] = {
+        "train__learning_rate": 1e3,
+        "train__weight_decay": 1e3,
+        "train__schedule": f"{__name__}:raise_rate",
+    }
     _, err = run(
         name,
         tmp_path,

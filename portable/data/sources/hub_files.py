@@ -97,7 +97,7 @@ def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path
         return None
     if not (config_name or _has_settings(folder) or _named_by_split(folder)):
         return None
-    check_folder("data.source", str(folder))
+    check_folder("data.source", str(folder), most=None)
     _check_card(folder)
     found = [Path(file) for file in _files_of_split(str(folder), config_name, split)]
     for file in found:

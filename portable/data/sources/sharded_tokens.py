@@ -263,7 +263,7 @@ def _load_saved(folder: str) -> Any:
     try:
         for file in read_json(Path(folder) / "state.json")["_data_files"]:
             name_inside(file["filename"])
-        check_folder("data.source", folder)
+        check_folder("data.source", folder, most=None)
         return datasets.load_from_disk(folder)
     except UserError:
         raise

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.data.sources.documents import RecordError, listed
-from portable.data.tokens import limited
+from portable.data.tokens import bounded_tokenizer, limited
 from portable.data.tokens.rendering import (
     DAY,
     Draft,
@@ -39,7 +39,7 @@ from portable.data.tokens.rendering import (
     no_template,
     unstable,
 )
-from portable.data.tokens.tokenizer import CHATML, begins_with, convert_tokenizer_errors
+from portable.data.tokens.tokenizer import CHATML, begins_with
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -268,14 +268,14 @@ class ChatTemplate:
     def _encodings(self, texts: list[str]) -> Any:
         if not texts:
             return []
-        with convert_tokenizer_errors():
-            encoded = self._tokenizer(
-                texts,
-                add_special_tokens=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
+        encoded = bounded_tokenizer.encode(
+            self._tokenizer,
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
         return encoded.encodings
 
     def _masks(
@@ -334,7 +334,7 @@ class ChatTemplate:
         begins = first > context or asked == before
         if not self._only_special(rest) or not begins or first < context or first == len(ids):
             raise unstable(conversation, at)
-        encoded.prompt_left = encoded.prompt_left or self._tokenizer.decode(left)
+        encoded.prompt_left = encoded.prompt_left or bounded_tokenizer.decode(self._tokenizer, left)
         return first
 
     def _end(
@@ -375,7 +375,7 @@ class ChatTemplate:
 
     def _is_blank(self, token: int) -> bool:
         if token not in self._blank:
-            self._blank[token] = not self._tokenizer.decode([token]).strip()
+            self._blank[token] = not bounded_tokenizer.decode(self._tokenizer, [token]).strip()
         return self._blank[token]
 
     def _only_special(self, tokens: list[int]) -> bool:
@@ -409,8 +409,8 @@ class ChatTemplate:
         if end is not None and trained[end]:
             encoded.stopping += 1
         elif not encoded.unstopped:
-            decode = self._tokenizer.decode
-            said, rest = decode(tokens[trained][-8:]), decode(tokens[last + 1 : last + 9])
+            decode = partial(bounded_tokenizer.decode, self._tokenizer)
+            said, rest = decode(tokens[trained][-8:].tolist()), decode(tokens[last + 1 : last + 9].tolist())
             encoded.unstopped = f"{said!r}" + (f", and then comes {rest!r}" if rest else "")
 
 

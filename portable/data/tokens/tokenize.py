@@ -23,12 +23,12 @@ from portable.data.sources.documents import (
     digest_of,
 )
 from portable.data.sources.source import TokenSource
+from portable.data.tokens.bounded_tokenizer import encode, encode_targets
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.data.tokens.parallel import ordered_map
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     begins_with,
-    convert_tokenizer_errors,
     parallel_tokenizers,
     tokenizer_digest,
 )
@@ -306,14 +306,14 @@ def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within:
 def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
     if not texts:
         return []
-    with convert_tokenizer_errors():
-        encoded: list[list[int]] = tokenizer(
-            **{"text_target" if targets else "text": texts},
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # ignore the tokenizer's length limit: documents are truncated later
-        )["input_ids"]
+    encoded: list[list[int]] = (encode_targets if targets else encode)(
+        tokenizer,
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # ignore the tokenizer's length limit: documents are truncated later
+    )["input_ids"]
     return encoded
 
 

@@ -19,6 +19,7 @@ from converters import CheckpointError, check_manifest, manifest_entries, manife
 from converters.errors import raise_unless_panic
 from converters.manifest import MANIFEST
 from portable.data.sources.documents import digest_of, listed
+from portable.data.tokens.bounded_tokenizer import decode, encode, encode_targets
 from portable.errors import UserError, one_line
 from portable.temporary_folder import made_once, scratch_folder
 from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_settings
@@ -83,21 +84,6 @@ def load_tokenizer(
     except BaseException as error:  # damaged files and network failures raise many classes
         raise_unless_panic(error)
         raise _unloadable(name_or_path, error) from error
-
-
-@contextmanager
-def convert_tokenizer_errors() -> Iterator[None]:
-    """Convert the exceptions of a tokenizer that cannot encode a text, including panics, to UserError."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except BaseException as error:
-        raise_unless_panic(error)
-        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
-        raise UserError(
-            f"data.tokenizer: it cannot encode a text ({reason}); use another tokenizer, or null to train one"
-        ) from error
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
@@ -327,10 +313,10 @@ class Vocabulary:
     @staticmethod
     def of(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
         """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
-        text = {"text_target" if targets else "text": "a"}
-        with convert_tokenizer_errors():
-            bare: list[int] = tokenizer(**text, add_special_tokens=False)["input_ids"]
-            framed: list[int] = tokenizer(**text, add_special_tokens=True)["input_ids"]
+        of_texts = encode_targets if targets else encode
+        bare: list[int] = of_texts(tokenizer, "a", add_special_tokens=False)["input_ids"]
+        framed: list[int] = of_texts(tokenizer, "a", add_special_tokens=True)["input_ids"]
+        decode(tokenizer, framed)  # A decoder without end is refused now, not after the training.
         starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         start = next(starts, 0) if bare else 0
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
@@ -369,9 +355,10 @@ class PairFrame:
         """
         first, second = "a", "b"
         typed = "token_type_ids" in tokenizer.model_input_names
-        with convert_tokenizer_errors():
-            one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (first, second))
-            encoded = tokenizer(first, second, return_token_type_ids=typed)
+        one, two = (
+            encode(tokenizer, text, add_special_tokens=False)["input_ids"] for text in (first, second)
+        )
+        encoded = encode(tokenizer, first, second, return_token_type_ids=typed)
         ids: list[int] = encoded["input_ids"]
         start = _find(ids, one, 0)
         following = _find(ids, two, start + len(one))

@@ -1,0 +1,137 @@
+"""Calls of a tokenizer, whose files may be a stranger's, within limits of time and memory.
+
+A pipeline in ``tokenizer.json`` can double a text at every step, and a regular expression in it can backtrack
+for hours. The tokenizers library releases the GIL while it encodes or decodes a batch, so the calling thread
+can watch. It cannot stop the call, which ends with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import raise_unless_panic
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+SECONDS = 2.0
+"""Time that a call may take in addition to the time for its text."""
+SECONDS_PER_CHARACTER = 1e-5
+"""A tenth of the speed of the slowest pipelines of the tokenizers library that are in use."""
+SLOW_SECONDS, SLOW_SECONDS_PER_CHARACTER = 10.0, 1e-4
+"""The same for tokenizers that are written in Python. The first call of some loads a dictionary."""
+MEMORY = 1 << 30
+"""Bytes by which the process may grow during a call, in addition to the memory for its text."""
+MEMORY_PER_CHARACTER = 512
+"""A token per character, with its text and offsets in Rust and its ID in Python, takes less."""
+_INTERVAL = 0.05
+
+
+def encode(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
+    """Encode one text or several, as ``tokenizer(text, ...)`` does.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        text: Text, or list of texts.
+        pair: Second text of a pair.
+        options: Further arguments of the tokenizer.
+
+    Raises:
+        UserError: If the tokenizer cannot encode the text, or takes too much time or memory.
+    """
+    texts = [text] if isinstance(text, str) else text
+    characters = sum(map(len, texts)) + len(pair or "")
+    arguments = (text,) if pair is None else (text, pair)
+    return _call(tokenizer, lambda: tokenizer(*arguments, **options), characters, "encode a text")
+
+
+def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
+    """Encode the targets of a translation, as :func:`encode` does with texts."""
+    characters = sum(map(len, [text] if isinstance(text, str) else text))
+    return _call(tokenizer, lambda: tokenizer(text_target=text, **options), characters, "encode a text")
+
+
+def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
+    """Decode tokens, as ``tokenizer.decode(tokens, ...)`` does.
+
+    Raises:
+        UserError: If the tokenizer cannot decode the tokens, or takes too much time or memory.
+    """
+
+    def run() -> str:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # only a batch is decoded without the GIL
+            backend.decode_batch([[int(token) for token in tokens]])
+        text: str = tokenizer.decode(tokens, **options)
+        return text
+
+    return _call(tokenizer, run, 16 * len(tokens), "decode tokens")  # type: ignore[no-any-return]
+
+
+@contextmanager
+def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
+    """Convert the exceptions of a tokenizer, including panics, to UserError.
+
+    Args:
+        tokenizer: Tokenizer, whose folder or hub ID the message contains.
+        action: Verb phrase for the message, such as "encode a text".
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        raise_unless_panic(error)
+        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+        raise _refusal(tokenizer, f"cannot {action} ({reason})") from error
+
+
+def _refusal(tokenizer: Any, reason: str) -> UserError:
+    name = getattr(tokenizer, "name_or_path", None)
+    subject = repr(str(name)) if name else "the tokenizer"
+    return UserError(f"data.tokenizer: {subject} {reason}; use another tokenizer, or null to train one")
+
+
+def _call(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    fast = getattr(tokenizer, "is_fast", False)
+    seconds_per_call = SECONDS if fast else SLOW_SECONDS
+    per_character = SECONDS_PER_CHARACTER if fast else SLOW_SECONDS_PER_CHARACTER
+    most_seconds = seconds_per_call + per_character * characters
+    most_memory = _resident_memory() + MEMORY + MEMORY_PER_CHARACTER * characters
+    clocks = time.monotonic(), time.process_time()
+    thread = threading.Thread(target=run, name="tokenizer", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_INTERVAL)
+        # The process may wait for a core, or use several.
+        seconds = min(time.monotonic() - clocks[0], time.process_time() - clocks[1])
+        if thread.is_alive() and (seconds > most_seconds or _resident_memory() > most_memory):
+            raise _refusal(tokenizer, f"takes too much time or memory to {action}")
+    with convert_tokenizer_errors(tokenizer, action):
+        if errors:
+            raise errors[0]
+    return results[0]
+
+
+def _resident_memory() -> int:
+    """Resident memory of this process in bytes; 0 on systems without ``/proc``."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,128 @@
+"""Bounds of the numbers in a model config, by the meaning of their keys.
+
+transformers checks the types of most values, but not their ranges: a dropout of 2 fails in the first step,
+and a RoPE factor of 0 makes the loss NaN. Keys of all model types follow few conventions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError, one_line
+from portable.untrusted_settings import MAX_MODEL_LAYERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+MAX_SIZE = (1 << 31) - 1
+_DTYPES = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    keys: re.Pattern[str]
+    kind: str
+    """Noun phrase for messages."""
+    least: float
+    most: float
+    positive: bool = False
+    """Whether `least` itself is excluded."""
+
+    def accepts(self, value: float) -> bool:
+        return self.least <= value <= self.most and not (self.positive and value == self.least)
+
+    @property
+    def range(self) -> str:
+        start = f"above {self.least:g}, at most" if self.positive else f"from {self.least:g} to"
+        most = str(self.most) if isinstance(self.most, int) else f"{self.most:g}"
+        return f"{start} {most}"
+
+
+RULES = (
+    # A share of the values that are zeroed, or of the layers or positions that are left out.
+    _Rule(
+        re.compile(r"dropout|layerdrop|drop_?path|_pdrop$|(^|_)drop_(\w+_)?rate$|_prob$|_probability$"),
+        "a probability",
+        0.0,
+        1.0,
+    ),
+    # Epsilons are added to variances of about 1. ProphetNet has 0 for its label smoothing.
+    _Rule(re.compile(r"(^|_)(eps|epsilon)(_|$)"), "an epsilon", 0.0, 1.0),
+    # Positions are divided by the factor of RoPE, and theta is raised to negative powers.
+    _Rule(re.compile(r"^factor$"), "a factor", 0.0, 1e6, positive=True),
+    _Rule(re.compile(r"^(rope_theta|rotary_embedding_base)$"), "a base of RoPE", 0.0, 1e15, positive=True),
+    _Rule(re.compile(r"(^|_)factors?$"), "a factor", 0.0, 1e6),
+    # Weights of a larger deviation overflow fp16 in the first layer.
+    _Rule(
+        re.compile(r"(^|_)(initializer_range|init_std|init_method_std)$"), "a standard deviation", 0.0, 100.0
+    ),
+    # Every layer costs milliseconds and kilobytes, even on the meta device.
+    _Rule(re.compile(r"(^|_)(num_(\w+_)?|n_)layers?$"), "a number of layers", 0, MAX_MODEL_LAYERS),
+    # Dims of a tensor without which there is no model.
+    _Rule(
+        re.compile(r"^(hidden_size|vocab_size|d_model|n_embd|num_attention_heads|n_head)$"),
+        "a size",
+        1,
+        MAX_SIZE,
+    ),
+    # Indices of torch's kernels are 32-bit integers. -1 is a default in several classes.
+    _Rule(
+        re.compile(r"(_|^)(sizes?|dims?|heads|channels|width|rank|experts|groups|embeddings|positions)$"),
+        "a size",
+        -1,
+        MAX_SIZE,
+    ),
+    # Any other number is one that a float can be. Published configs have lengths such as 1e30 for no limit.
+    _Rule(re.compile(r""), "a number", -sys.float_info.max, sys.float_info.max),
+)
+"""Rules by the key of a number; the first match decides."""
+
+
+def check_config_values(where: str, values: Mapping[str, Any]) -> None:
+    """Check the numbers of a model config, also of its parts.
+
+    Args:
+        where: Begin of the message, such as "model.config".
+        values: Keys and values of the config.
+
+    Raises:
+        UserError: If a number is out of the range of its kind, or a dtype is not a name.
+    """
+    for path, value in _iter_values(values, ()):
+        key = path[-1]
+        if key in _DTYPES and not isinstance(value, str | None):
+            raise _refusal(where, path, value, "the name of a dtype, such as bfloat16")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if key.endswith("_limit") and value in (math.inf, -math.inf):  # no limit, as in Mamba-2
+            continue
+        rule = next(rule for rule in RULES if rule.keys.search(key))
+        if not rule.accepts(value):
+            raise _refusal(where, path, value, f"{rule.kind} {rule.range}")
+
+
+def _refusal(where: str, path: tuple[str, ...], value: Any, remedy: str) -> UserError:
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of many digits"
+    return UserError(one_line(f"{where}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
+
+
+def _iter_values(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each value that is not a container, with the keys above it."""
+    # A dtype is never a container, except one name for each part of a composite model.
+    pending: list[tuple[tuple[str, ...], Any]] = [((*path, str(key)), value) for key, value in values.items()]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict) and not (path[-1] in _DTYPES and not _are_names(value)):
+            pending.extend(((*path, str(key)), inner) for key, inner in value.items())
+        elif isinstance(value, list | tuple) and path[-1] not in _DTYPES:
+            pending.extend((path, inner) for inner in value)
+        else:
+            yield path, value
+
+
+def _are_names(values: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, str) for value in values.values())
