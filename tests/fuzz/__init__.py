@@ -1,0 +1,1 @@
+"""Fuzz programs that run by hand and weekly: see CONTRIBUTING.md."""
