@@ -256,7 +256,8 @@ class Kind:
         changes = [base.name]
         values = hostile_values(dice, scratch)
         for _ in range(dice.choice([1, 1, 2, 2, 3, 4])):
-            with contextlib.suppress(OSError):
+            # An earlier change may have damaged the file that this one would change.
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError):
                 changes.append(self._change(dice, next(values)))
         return changes
 
@@ -763,10 +764,11 @@ class DataFolder(Kind):
         write_texts(self.scratch.base / "text.jsonl")
         write_fast_tokenizer(self.scratch.base / "tokenizer")
         shutil.rmtree(folder)
-        settings = {"output_dir": None, "data.tokenizer": self.scratch.base / "tokenizer"}
-        flags = [flag for flag in run_flags(self.scratch, **settings) if "output_dir" not in flag]
+        config = self.scratch.base / "prepare.yaml"
+        data = {"source": str(self.scratch.base / "text.jsonl"), "tokenizer": str(self.scratch.base / "tokenizer")}
+        write_json(config, {"model": {"config": SMALL_MODEL}, "data": {**data, "seq_len": 32, "eval_fraction": 0}})
         with open(os.devnull, "w") as null, contextlib.redirect_stderr(null), contextlib.redirect_stdout(null):
-            code = prepare([*flags, "--to", str(folder)])
+            code = prepare(["--config", str(config), "--out", str(folder), "--processes", "1"])
         assert code == 0, code
 
     bases = ()
