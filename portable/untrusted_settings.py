@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files whose keys `AutoTokenizer.from_pretrained` passes to the class of the tokenizer."""
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Files that list the shards that `from_pretrained` of a model opens."""
 TEXT_KEYS = frozenset(
     {
         "_name_or_path",

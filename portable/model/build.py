@@ -27,7 +27,7 @@ from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
 from portable.private import of_transformers
-from portable.untrusted_settings import CONFIG_FILE, GENERATION_FILE, check_settings
+from portable.untrusted_settings import CONFIG_FILE, GENERATION_FILE, INDEX_FILES, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +88,7 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
             f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
             "(organization/name)"
         )
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
+    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
@@ -442,7 +442,7 @@ def find_pretrained_class(name: str) -> Any:
 
     from portable.config.sections import ModelConfig
 
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
+    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
     settings = ModelConfig(name_or_path=name, config=None)
     return _find_class(AutoConfig.from_pretrained(name), settings)
 
