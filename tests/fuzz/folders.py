@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -122,6 +123,7 @@ class Scratch:
             "HOME": str(self.home),
             "TMPDIR": str(self.temporary),
             "HF_HOME": str(self.hub),
+            "TOKENIZERS_PARALLELISM": "false",
             "XDG_CACHE_HOME": str(self.out / "cache"),
         }
 
@@ -243,8 +245,9 @@ class Kind:
         self._made: list[Path] = []
         for number, write in enumerate(self.bases):
             folder = scratch.base / str(number)
-            folder.mkdir()
-            write(folder)
+            if not folder.exists():
+                folder.mkdir()
+                write(folder)
             self._made.append(folder)
 
     def make(self, dice: random.Random) -> list[str]:
@@ -532,7 +535,8 @@ class FromRun(Kind):
         self.trained = write_run(scratch)
         for write in self.writers():
             folder = scratch.base / str(len(self._made))
-            write(folder)
+            if not folder.exists():
+                write(folder)
             self._made.append(folder)
 
     def writers(self) -> Sequence[Callable[[Path], Any]]:
@@ -904,9 +908,25 @@ class Fuzz:
         self.seconds = 0.0
         self._seed = seed
         self._name = name
+        # The forks of the cases must not inherit threads or locks of libraries, so a fork writes the folders.
+        self._in_fork(lambda: KINDS[name](self.scratch))
         self.kind = KINDS[name](self.scratch)
         self._reset()
         self.observer = self.scratch.observer()
+
+    @staticmethod
+    def _in_fork(function: Callable[[], object]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                function()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise RuntimeError("the valid folders could not be written")
 
     def _reset(self) -> None:
         for folder in (self.scratch.out, self.scratch.temporary):
