@@ -225,7 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = max(last.step - first.step, 1)
         for name in ("step", "processes", "memory", "descriptors", "threads", "cache", "log"):
             values = [getattr(sample, name) for sample in (first, last)]
-            print(f"{name:<13} {values[0]:,.0f} -> {values[1]:,.0f}", f"{compute_slope(samples, name):+,.1f} an hour")
+            print(
+                f"{name:<13} {values[0]:,.0f} -> {values[1]:,.0f}",
+                f"{compute_slope(samples, name):+,.1f} an hour",
+            )
         print(f"{'CPU':<13} {1000 * (last.cpu - first.cpu) / steps:.1f} ms per step")
     print(f"promises broken: {len(broken)}", *broken, sep="\n")
     return 1 if broken else 0

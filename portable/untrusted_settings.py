@@ -8,6 +8,7 @@ A folder may therefore name any file of the user, whose contents then end up in 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,24 @@ def check_values(where: str, settings: Any, folder: Path) -> None:
             )
         if _counts_layers(key) and isinstance(value, int) and value > MAX_MODEL_LAYERS:
             raise UserError(f"{where}: {key}: {value} is too large; use at most {MAX_MODEL_LAYERS}")
+
+
+@contextmanager
+def convert_library_errors(key: str) -> Iterator[None]:
+    """Convert every exception of a library that reads a downloaded folder to a UserError.
+
+    The files may have any values, and libraries raise exceptions of many classes for wrong ones.
+
+    Args:
+        key: Setting that names the folder, for messages.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = one_line(error)[:500] or type(error).__name__
+        raise UserError(f"{key}: {reason}") from error
 
 
 def _find_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:

@@ -97,7 +97,7 @@ class Observer:
         code = _wait(pid)
         printed = self._output.read_bytes().decode("utf-8", "replace")
         broken = self._opened.read_text("utf-8", "replace").splitlines()
-        if code not in (0, 2):
+        if code not in (0, 2) and not (code == 1 and "\nproblem: " in printed):  # which `inspect` found
             broken.append(f"exit code {code}")
         if "Traceback (most recent call last)" in printed:
             broken.append("a traceback")
@@ -121,7 +121,9 @@ class Observer:
             for number, source in ((0, null), (1, file), (2, file)):
                 os.dup2(source, number)
             # Pytest may have replaced both by objects that write to no descriptor.
-            sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False, errors="backslashreplace") for n in (1, 2))
+            sys.stdout, sys.stderr = (
+                os.fdopen(n, "w", closefd=False, errors="backslashreplace") for n in (1, 2)
+            )
             tempfile.tempdir = None
             for number in (signal.SIGTERM, signal.SIGALRM):
                 signal.signal(number, signal.SIG_DFL)
@@ -166,7 +168,10 @@ class Observer:
                     tell(f"{'wrote' if writes else event} {name} -> {real}")
             elif event in _STARTS:
                 words = str(arguments[:2])
-                if not re.search(r"resource_tracker|forkserver|multiprocessing|portable|lscpu|uname|ldconfig|gcc|/sbin/", words):
+                if not re.search(
+                    r"resource_tracker|forkserver|multiprocessing|portable|lscpu|uname|ldconfig|gcc|/sbin/",
+                    words,
+                ):
                     tell(f"{event} {words[:300]}")
             elif event == "socket.connect" and isinstance(arguments[1], tuple):
                 tell(f"{event} {arguments[1]}")
@@ -179,7 +184,9 @@ class Observer:
         if any(_below(real, folder) for folder in (self._writable if writes else self._inside)):
             return False
         if writes:
-            return real not in ("/dev/null", "/dev/tty") and not real.startswith(("/dev/shm/", "/proc/self/", f"/proc/{os.getpid()}/"))
+            return real not in ("/dev/null", "/dev/tty") and not real.startswith(
+                ("/dev/shm/", "/proc/self/", f"/proc/{os.getpid()}/")
+            )
         return not _ALLOWED.fullmatch(real) and real != "/"
 
 

@@ -55,9 +55,7 @@ def mapped_semaphores(group: int) -> set[str]:
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
             if os.getpgid(int(path.parent.name)) == group:
-                names |= {
-                    line.split("/")[-1] for line in path.read_text().splitlines() if "sem.mp-" in line
-                }
+                names |= {line.split("/")[-1] for line in path.read_text().splitlines() if "sem.mp-" in line}
         except (OSError, ValueError):
             continue
     return {name for name in names if "(deleted)" not in name}
@@ -113,9 +111,25 @@ def test_killed_runs_leave_no_semaphore(tmp_path: Path, corpus: Path) -> None:
 # -- the calls that hand a stranger's file to a library --------------------------------------------------------
 
 READERS = frozenset(
-    "from_pretrained load_dataset load_dataset_builder load_from_disk hf_hub_download snapshot_download "
-    "for_model compiled_template generation_of_config memmap ParquetFile safe_open load_file import_module "
-    "exec_module run_path run_module".split()
+    [
+        "from_pretrained",
+        "load_dataset",
+        "load_dataset_builder",
+        "load_from_disk",
+        "hf_hub_download",
+        "snapshot_download",
+        "for_model",
+        "compiled_template",
+        "generation_of_config",
+        "memmap",
+        "ParquetFile",
+        "safe_open",
+        "load_file",
+        "import_module",
+        "exec_module",
+        "run_path",
+        "run_module",
+    ]
 )
 """Functions of libraries that open files by the names in other files, or run code."""
 _MODULES = frozenset({"yaml", "pickle", "torch", "Image", "np", "numpy"})
@@ -176,7 +190,11 @@ def find_readers(path: Path) -> set[str]:
 def test_only_checked_modules_hand_files_to_libraries() -> None:
     """A new call needs a row in DOORS that names its check."""
     root = Path(__file__).parents[2]
-    sources = [path for package in ("portable", "converters", "gpu", "tpu") for path in (root / package).rglob("*.py")]
+    sources = [
+        path
+        for package in ("portable", "converters", "gpu", "tpu")
+        for path in (root / package).rglob("*.py")
+    ]
     callers = {str(path.relative_to(root)): calls for path in sources if (calls := find_readers(path))}
     assert {name: calls for name, calls in callers.items() if name not in DOORS} == {}
     assert set(DOORS) - set(callers) == set()

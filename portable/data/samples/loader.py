@@ -236,13 +236,11 @@ def _worker_batches(
             pin_memory=pin_memory and torch.accelerator.is_available(),
             generator=torch.Generator(),  # the global one is reserved for dropout
             multiprocessing_context=context,
-        )
+        ),
     )
 
 
-def _raised(
-    names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]
-) -> Iterator[Batch]:
+def _raised(names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]:
     """The batches of workers; what went wrong in one is raised here."""
     with without_interrupts():
         batches = iter(loader)
