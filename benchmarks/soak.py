@@ -1,10 +1,10 @@
 """Train a tiny model for an hour and check that no process of the run grows.
 
 ``python -m benchmarks.soak --minutes 60`` trains with packing of documents, a mixture with a stream, a data
-worker, EMA, evaluations, a save every 10 steps (2 checkpoints and the 2 best are retained) and TensorBoard. Each
-minute it adds up the anonymous memory, descriptors, threads and CPU time of all processes of the run. It prints
-the first and last sample and the slope between them, stops the run with SIGTERM, and exits with 1 if the
-memory or the descriptors grew, if a temporary name remains in the run's folder, or if the run did not stop
+worker, EMA, evaluations, a save every 10 steps (2 checkpoints and the 2 best are retained) and TensorBoard.
+Each minute it adds up the anonymous memory, descriptors, threads and CPU time of all processes of the run. It
+prints the first and last sample and the slope between them, stops the run with SIGTERM, and exits with 1 if
+the memory or the descriptors grew, if a temporary name remains in the run's folder, or if the run did not stop
 with exit code 75.
 """
 
@@ -89,8 +89,8 @@ def take_sample(pid: int, output: Path, cache: Path, started: float) -> Sample:
             for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
                 if line.startswith("Anonymous:"):
                     memory += int(line.split()[1])
-            descriptors += len(os.listdir(f"/proc/{process}/fd"))
-            threads += len(os.listdir(f"/proc/{process}/task"))
+            descriptors += sum(1 for _ in Path(f"/proc/{process}/fd").iterdir())
+            threads += sum(1 for _ in Path(f"/proc/{process}/task").iterdir())
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     logs = [path for path in (output / METRICS_FILE, output / "log.txt") if path.exists()]

@@ -31,8 +31,9 @@ def exit_on_interrupt() -> None:
 def raise_once() -> Iterator[None]:
     """Raise `KeyboardInterrupt` at the first SIGINT and exit at the second.
 
-    A second `KeyboardInterrupt` would interrupt the cleanup after the first one, which then ends in a traceback.
-    Python discards a `KeyboardInterrupt` that it raises in a destructor or a callback, so this exits as well.
+    A second `KeyboardInterrupt` would interrupt the cleanup after the first one, which then ends in a
+    traceback. Python discards a `KeyboardInterrupt` that it raises in a destructor or a callback, so this
+    exits as well.
     """
     before = signal.getsignal(signal.SIGINT)
     if not _is_main_thread() or before not in (signal.default_int_handler, _exit):
@@ -67,8 +68,8 @@ def raise_once() -> Iterator[None]:
 def without_interrupts() -> Iterator[None]:
     """Start child processes that never receive SIGINT.
 
-    Ctrl-C in a terminal signals every process of the command. Children inherit the mask of this thread, so only
-    this process handles the signal, and then ends its children.
+    Ctrl-C in a terminal signals every process of the command. Children inherit the mask of this thread, so
+    only this process handles the signal, and then ends its children.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -2,14 +2,15 @@
 
     python -m tests.fuzz.folders KIND [--count 2000] [--seed 0] [--json FILE] [--strace N]
 
-Each case is a valid folder of its kind with one to four hostile changes: a value that names a file outside (absolute,
-relative, `~`, `/proc/self/environ`, `file://`, chained URLs), a link, a hidden link or a link in a subfolder, a
-FIFO or a device, an alias bomb, a template or Python file that reads, deep nesting, numbers without sense. A command
-of this program then reads it in a fork, which :mod:`tests.fuzz.observed` observes. The program prints each
-broken promise with its case, and how many there were; `--only N` repeats one case. `--strace N` runs N cases under
-strace instead, which shows the files that each process opens.
+Each case is a valid folder of its kind with one to four hostile changes: a value that names a file outside
+(absolute, relative, `~`, `/proc/self/environ`, `file://`, chained URLs), a link, a hidden link or a link in
+a subfolder, a FIFO or a device, an alias bomb, a template or Python file that reads, deep nesting, numbers
+without sense. A command of this program then reads it in a fork, which :mod:`tests.fuzz.observed` observes.
+The program prints each broken promise with its case, and how many there were; `--only N` repeats one case.
+`--strace N` runs N cases under strace instead, which shows the files that each process opens.
 """
 
+# ruff: noqa: SIM905 (lists of words are easier to read as text)
 from __future__ import annotations
 
 import argparse
@@ -27,7 +28,7 @@ import traceback
 import zipfile
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
@@ -37,41 +38,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "tokens"
+_DAMAGED = (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError)
+_FOLDERS = (".hidden", "sub", "__x", "a", "data", "additional_chat_templates", "shards")
+_CODE = (
+    "modeling_x.py",
+    "tokenization_x.py",
+    "configuration_x.py",
+    "folder.py",
+    "custom_generate/generate.py",
+)
+_CODE += ("setup.py", "__init__.py", "conftest.py")
 _JSON = (".json", ".jsonl", ".yaml", ".yml")
-ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    7,
-    2**31,
-    2**63,
-    10**30,
-    10**400,
-    1e308,
-    -1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "a",
-]
-ODD += [
-    "x" * 100_000,
-    "\x1b[2J\x07",
-    "\u202e",
-    "\ud800",
-    "a\0b",
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": 1},
-    "é" * 3000,
-    "../..",
-    ".",
-    "/",
-]
+ODD: list[Any] = [None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 10**400, 1e308, -1e308, float("nan"), ""]
+ODD += [float("inf"), "a", "x" * 100_000, "\x1b[2J\x07", "\u202e", "\ud800", "a\0b", [], {}, [[]], [None]]
+ODD += [{"a": 1}, "é" * 3000, "../..", ".", "/"]
+SPECIAL = ("/proc/self/environ", "/proc/self/cmdline", "/dev/stdin", "/dev/zero", "/etc/passwd")
 SIZES = [10**6, 2 * 10**7, 2 * 10**9, 10**13]
 TEXTS = (
     "{{% include '{0}' %}}",
@@ -170,25 +151,15 @@ def hostile_values(dice: random.Random, scratch: Scratch) -> Iterator[Any]:
         if kind < 4:
             value: Any = dice.choice(PATHS[:3] if kind < 3 else PATHS).format(target)
         elif kind < 6:
-            value = os.path.relpath(
-                target, dice.choice([scratch.folder, scratch.current, scratch.folder / "sub"])
-            )
+            start = dice.choice([scratch.folder, scratch.current, scratch.folder / "sub"])
+            value = os.path.relpath(target, start)
             value = dice.choice(["", "", "./", "a/../", ".//"]) + value
         elif kind == 6:
             value = f"~/{name}"
         elif kind == 7:
             value = name  # of the current folder
         elif kind == 8:
-            value = dice.choice(
-                [
-                    "/proc/self/environ",
-                    "/proc/self/environ",
-                    "/proc/self/cmdline",
-                    "/dev/stdin",
-                    "/dev/zero",
-                    "/etc/passwd",
-                ]
-            )
+            value = dice.choice(SPECIAL)
         elif kind == 9:
             value = dice.choice(
                 [
@@ -219,9 +190,8 @@ def hostile_values(dice: random.Random, scratch: Scratch) -> Iterator[Any]:
         elif wrap == 1:
             value = {dice.choice(["content", "path", "file", "train", "default", "name"]): value}
         elif wrap == 2:
-            value = [
-                {dice.choice(["split", "path", "name", "template"]): value, "split": "train", "path": value}
-            ]
+            key = dice.choice(["split", "path", "name", "template"])
+            value = [{key: value, "split": "train", "path": value}]
         yield value
 
 
@@ -239,6 +209,17 @@ def describe(value: Any) -> str:
         return repr(value)[:120]
     except RecursionError:
         return "nested lists"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Discard what is printed."""
+    with (
+        Path(os.devnull).open("w") as null,
+        contextlib.redirect_stderr(null),
+        contextlib.redirect_stdout(null),
+    ):
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -281,8 +262,8 @@ class Kind:
         bases: Functions that write a valid folder.
     """
 
-    keys: dict[str, tuple[str, ...]]
-    names: tuple[str, ...]
+    keys: ClassVar[dict[str, Sequence[str]]]
+    names: ClassVar[Sequence[str]]
     bases: tuple[Callable[[Path], None], ...]
 
     def __init__(self, scratch: Scratch) -> None:
@@ -305,9 +286,7 @@ class Kind:
         values = hostile_values(dice, scratch)
         for _ in range(dice.choice([1, 1, 2, 2, 3, 4])):
             # An earlier change may have damaged the file that this one would change.
-            with contextlib.suppress(
-                OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError
-            ):
+            with contextlib.suppress(*_DAMAGED):
                 changes.append(self._change(dice, next(values)))
         return changes
 
@@ -325,9 +304,8 @@ class Kind:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if kind < 15:
-            target = dice.choice(
-                [outside / path.name, *sorted(outside.iterdir()), Path("/proc/self/environ")]
-            )
+            targets = [outside / path.name, *sorted(outside.iterdir()), Path("/proc/self/environ")]
+            target = dice.choice(targets)
             link = dice.choice([path, path, path.with_name(f".{path.name}"), folder / "sub" / path.name])
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
@@ -335,9 +313,7 @@ class Kind:
             link.symlink_to(shown)
             return f"{link.relative_to(folder)} -> {shown}"
         if kind == 15:
-            link = folder / dice.choice(
-                [".hidden", "sub", "__x", "a", "data", "additional_chat_templates", "shards"]
-            )
+            link = folder / dice.choice(_FOLDERS)
             if link.is_dir() and not link.is_symlink():
                 shutil.rmtree(link)
             link.unlink(missing_ok=True)
@@ -353,16 +329,7 @@ class Kind:
             return f"{name} is a folder"
         if kind == 18:
             code = f"from pathlib import Path\nPath({str(self.scratch.root / CODE_RAN)!r}).touch()\n"
-            for file in (
-                "modeling_x.py",
-                "tokenization_x.py",
-                "configuration_x.py",
-                f"{folder.name}.py",
-                "custom_generate/generate.py",
-                "setup.py",
-                "__init__.py",
-                "conftest.py",
-            ):
+            for file in _CODE:
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_text(code)
             return "Python files"
@@ -423,142 +390,38 @@ SMALL_MODEL = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
-_TOKENIZER_KEYS = [
-    "vocab",
-    "vocab_file",
-    "merges",
-    "merges_file",
-    "init_inputs",
-    "tokenizer_file",
-    "gguf_file",
-    "fast_tokenizer_files",
-    "spm_file",
-    "source_spm",
-    "target_spm",
-    "target_vocab_file",
-    "added_tokens_file",
-    "special_tokens_map_file",
-    "chat_template",
-    "full_tokenizer_file",
-    "name_or_path",
-    "tokenizer_object",
-    "auto_map",
-    "processor_class",
-    "tokenizer_class",
-    "bpe_file",
-    "normalizer_file",
-    "emoji_file",
-    "word_shape_file",
-    "word_pronunciation_file",
-    "entity_vocab_file",
-    "sp_model_kwargs",
-    "sp_model",
-    "subfolder",
-    "revision",
-    "mecab_kwargs",
-    "sudachi_kwargs",
-    "jumanpp_kwargs",
-    "do_lower_case",
-    "model_max_length",
-    "unk_token",
-    "eos_token",
-    "additional_special_tokens",
-    "extra_special_tokens",
-    "added_tokens_decoder",
-    "tokenizer_type",
-    "model_type",
-    "cache_dir",
-    "backend",
-    "config",
-    "language_codes_file",
-    "lang_vocab_file",
-    "phonemizer_lang",
-    "dict_file",
-    "codes_file",
-    "pretrained_vocab_file",
-    "model_input_names",
-    "padding_side",
-    "truncation_side",
-    "clean_up_tokenization_spaces",
-    "from_slow",
-    "use_fast",
-    "_commit_hash",
-    "transformers_version",
-    "local_files_only",
-    "proxies",
-    "token",
-    "force_download",
-    "tokenizer_config_file",
-    "chat_template_file",
-    "pattern",
-    "audio_tokenizer",
-    "image_processor",
-    "feature_extractor",
-    "tok",
-    "trim_offsets",
-]
-TOKENIZER_CLASSES = [
-    "PreTrainedTokenizerFast",
-    "BertTokenizer",
-    "GPT2Tokenizer",
-    "LlamaTokenizer",
-    "T5Tokenizer",
-    "XLMTokenizer",
-    "MarianTokenizer",
-    "BertJapaneseTokenizer",
-    "CLIPTokenizer",
-    "WhisperTokenizer",
-    "ByT5Tokenizer",
-    "CanineTokenizer",
-    "TapasTokenizer",
-    "LukeTokenizer",
-    "MLukeTokenizer",
-    "BartTokenizer",
-    "RobertaTokenizer",
-    "CTRLTokenizer",
-    "BioGptTokenizer",
-    "FSMTTokenizer",
-    "GPTNeoXJapaneseTokenizer",
-    "Speech2TextTokenizer",
-    "Wav2Vec2CTCTokenizer",
-    "Wav2Vec2PhonemeCTCTokenizer",
-    "XLNetTokenizer",
-    "PhobertTokenizer",
-    "BertweetTokenizer",
-    "ProphetNetTokenizer",
-    "RoCBertTokenizer",
-    "M2M100Tokenizer",
-    "NllbTokenizer",
-    "MBart50Tokenizer",
-    "PLBartTokenizer",
-    "ErnieMTokenizer",
-    "JukeboxTokenizer",
-    "TransfoXLTokenizer",
-    "MgpstrTokenizer",
-    "VitsTokenizer",
-    "SiglipTokenizer",
-    "MistralCommonBackend",
-    "MistralCommonTokenizer",
-    "TokenizersBackend",
-    "SentencePieceBackend",
-    "PythonBackend",
-    "EsmTokenizer",
-    "ClvpTokenizer",
-    "FlaubertTokenizer",
-    "HerbertTokenizer",
-    "MyT5Tokenizer",
-    "CpmAntTokenizer",
-    "CodeGenTokenizer",
-    "QDQBertTokenizer",
-    "RagTokenizer",
-    "SplinterTokenizer",
-    "BlenderbotTokenizer",
-    "DebertaV2Tokenizer",
-    "AlbertTokenizer",
-    "Qwen2Tokenizer",
-    "GemmaTokenizer",
-    "CohereTokenizer",
-]
+_TOKENIZER_KEYS = (
+    "vocab vocab_file merges merges_file init_inputs tokenizer_file gguf_file fast_tokenizer_files "
+    "spm_file source_spm "
+    "target_spm target_vocab_file added_tokens_file special_tokens_map_file chat_template "
+    "full_tokenizer_file "
+    "name_or_path tokenizer_object auto_map processor_class tokenizer_class bpe_file "
+    "normalizer_file emoji_file "
+    "word_shape_file word_pronunciation_file entity_vocab_file sp_model_kwargs sp_model subfolder revision "
+    "mecab_kwargs sudachi_kwargs jumanpp_kwargs do_lower_case model_max_length unk_token eos_token "
+    "additional_special_tokens extra_special_tokens added_tokens_decoder tokenizer_type model_type cache_dir "
+    "backend config language_codes_file lang_vocab_file phonemizer_lang dict_file "
+    "codes_file pretrained_vocab_file "
+    "model_input_names padding_side truncation_side clean_up_tokenization_spaces from_slow use_fast "
+    "_commit_hash "
+    "transformers_version local_files_only proxies token force_download tokenizer_config_file "
+    "chat_template_file "
+    "pattern audio_tokenizer image_processor feature_extractor tok trim_offsets"
+).split()
+TOKENIZER_CLASSES = (
+    "PreTrainedTokenizerFast BertTokenizer GPT2Tokenizer LlamaTokenizer T5Tokenizer XLMTokenizer "
+    "MarianTokenizer "
+    "BertJapaneseTokenizer CLIPTokenizer WhisperTokenizer ByT5Tokenizer CanineTokenizer TapasTokenizer "
+    "LukeTokenizer MLukeTokenizer BartTokenizer RobertaTokenizer CTRLTokenizer BioGptTokenizer FSMTTokenizer "
+    "GPTNeoXJapaneseTokenizer Speech2TextTokenizer Wav2Vec2CTCTokenizer Wav2Vec2PhonemeCTCTokenizer "
+    "XLNetTokenizer PhobertTokenizer BertweetTokenizer ProphetNetTokenizer RoCBertTokenizer M2M100Tokenizer "
+    "NllbTokenizer MBart50Tokenizer PLBartTokenizer ErnieMTokenizer JukeboxTokenizer TransfoXLTokenizer "
+    "MgpstrTokenizer VitsTokenizer SiglipTokenizer MistralCommonBackend MistralCommonTokenizer "
+    "TokenizersBackend "
+    "SentencePieceBackend PythonBackend EsmTokenizer ClvpTokenizer FlaubertTokenizer HerbertTokenizer "
+    "MyT5Tokenizer CpmAntTokenizer CodeGenTokenizer QDQBertTokenizer RagTokenizer SplinterTokenizer "
+    "BlenderbotTokenizer DebertaV2Tokenizer AlbertTokenizer Qwen2Tokenizer GemmaTokenizer CohereTokenizer"
+).split()
 
 
 def write_fast_tokenizer(folder: Path) -> None:
@@ -605,7 +468,7 @@ def write_any_class(folder: Path) -> None:
 class TokenizerFolder(Kind):
     """Folders of tokenizers, which a run loads, uses and saves."""
 
-    keys = {
+    keys: ClassVar = {
         "added_tokens.json": ("a", "/proc/self/environ"),
         "tokenizer.json": (
             "model",
@@ -620,36 +483,15 @@ class TokenizerFolder(Kind):
         "config.json": (*_TOKENIZER_KEYS, "architectures"),
         ".json": tuple(_TOKENIZER_KEYS),
     }
-    names = [
-        "tokenizer.json",
-        "vocab.txt",
-        "vocab.json",
-        "merges.txt",
-        "spiece.model",
-        "tokenizer.model",
-        "tekken.json",
-        "added_tokens.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "additional_chat_templates/x.jinja",
-        "additional_chat_templates/.x.jinja",
-        "tokenizer_config.json",
-        "config.json",
-        "processor_config.json",
-        "preprocessor_config.json",
-        "tokenizer.4.0.json",
-        "sentencepiece.bpe.model",
-        "source.spm",
-        "target.spm",
-        "bpe.codes",
-        "tokenizer.tiktoken",
-        "model.gguf",
-        "video_preprocessor_config.json",
-        "generation_config.json",
-        "dict.txt",
-        "params.json",
-    ]
+    names: ClassVar = (
+        "tokenizer.json vocab.txt vocab.json merges.txt spiece.model tokenizer.model "
+        "tekken.json added_tokens.json "
+        "special_tokens_map.json chat_template.jinja chat_template.json additional_chat_templates/x.jinja "
+        "additional_chat_templates/.x.jinja tokenizer_config.json config.json processor_config.json "
+        "preprocessor_config.json tokenizer.4.0.json sentencepiece.bpe.model source.spm target.spm bpe.codes "
+        "tokenizer.tiktoken model.gguf video_preprocessor_config.json generation_config.json "
+        "dict.txt params.json"
+    ).split()
     bases = (
         write_fast_tokenizer,
         write_slow_tokenizer("BertTokenizer"),
@@ -727,11 +569,7 @@ def write_run(scratch: Scratch) -> Path:
         write_texts(scratch.base / "text.jsonl")
         write_fast_tokenizer(scratch.base / "tokenizer")
         flags = run_flags(scratch, **{"output_dir": folder, "data.tokenizer": scratch.base / "tokenizer"})
-        with (
-            open(os.devnull, "w") as null,
-            contextlib.redirect_stderr(null),
-            contextlib.redirect_stdout(null),
-        ):
+        with quiet():
             code = main(flags)
         assert code == 0, code
     return folder
@@ -760,175 +598,59 @@ class FromRun(Kind):
         shutil.copytree(self.trained / "final", folder)
 
 
-_MODEL_KEYS = [
-    "model_type",
-    "architectures",
-    "auto_map",
-    "_name_or_path",
-    "name_or_path",
-    "torch_dtype",
-    "dtype",
-    "_attn_implementation",
-    "attn_implementation",
-    "_experts_implementation",
-    "quantization_config",
-    "transformers_weights",
-    "configuration_files",
-    "num_hidden_layers",
-    "hidden_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "rope_scaling",
-    "rope_parameters",
-    "rope_theta",
-    "layer_types",
-    "sliding_window",
-    "tie_word_embeddings",
-    "hidden_act",
-    "attention_dropout",
-    "text_config",
-    "vision_config",
-    "audio_config",
-    "backbone",
-    "backbone_config",
-    "use_timm_backbone",
-    "encoder",
-    "decoder",
-    "adapter_path",
-    "base_model_name_or_path",
-    "gguf_file",
-    "tokenizer_class",
-    "custom_pipelines",
-    "subfolder",
-    "weights_path",
-    "checkpoint",
-    "token_file",
-    "prefix",
-    "task_specific_params",
-    "n_layer",
-    "speaker_embeddings_path",
-    "max_position_embeddings",
-    "initializer_range",
-    "use_cache",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "num_local_experts",
-]
-_GENERATION_KEYS = [
-    "cache_implementation",
-    "prompt_lookup_num_tokens",
-    "assistant_model",
-    "custom_generate",
-    "compile_config",
-    "watermarking_config",
-    "stop_strings",
-    "bad_words_ids",
-    "forced_decoder_ids",
-    "max_length",
-    "temperature",
-    "_from_model_config",
-    "transformers_version",
-    "constraints",
-    "cache_config",
-    "config_file_name",
-    "eos_token_id",
-    "bos_token_id",
-]
-_ADAPTER_KEYS = [
-    "base_model_name_or_path",
-    "peft_type",
-    "target_modules",
-    "modules_to_save",
-    "r",
-    "lora_alpha",
-    "auto_mapping",
-    "revision",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "init_lora_weights",
-    "corda_config",
-    "eva_config",
-    "loftq_config",
-    "megatron_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "exclude_modules",
-    "task_type",
-    "bias",
-    "layers_to_transform",
-]
-_PROCESSOR_KEYS = [
-    "processor_class",
-    "image_processor_type",
-    "feature_extractor_type",
-    "video_processor_type",
-    "tokenizer_class",
-    "auto_map",
-    "image_processor",
-    "tokenizer",
-    "feature_extractor",
-    "chat_template_file",
-    "chat_template",
-    "audio_tokenizer",
-    "class_info_file",
-    "repo_path",
-    "size",
-    "crop_size",
-    "mel_filters",
-    "speaker_embeddings",
-    "name_or_path",
-    "audio_tokenizer_name_or_path",
-    "num_frames",
-    "patch_size",
-    "_processor_class",
-    "metadata",
-    "image_mean",
-    "vocab_file",
-    "vocab",
-    "merges",
-]
+_MODEL_KEYS = (
+    "model_type architectures auto_map _name_or_path name_or_path torch_dtype dtype _attn_implementation "
+    "attn_implementation _experts_implementation quantization_config transformers_weights "
+    "configuration_files "
+    "num_hidden_layers hidden_size vocab_size num_attention_heads num_key_value_heads head_dim "
+    "intermediate_size "
+    "rope_scaling rope_parameters rope_theta layer_types sliding_window tie_word_embeddings hidden_act "
+    "attention_dropout text_config vision_config audio_config backbone backbone_config use_timm_backbone "
+    "encoder decoder adapter_path base_model_name_or_path gguf_file tokenizer_class "
+    "custom_pipelines subfolder "
+    "weights_path checkpoint token_file prefix task_specific_params n_layer speaker_embeddings_path "
+    "max_position_embeddings initializer_range use_cache bos_token_id eos_token_id "
+    "pad_token_id num_local_experts"
+).split()
+_GENERATION_KEYS = (
+    "cache_implementation prompt_lookup_num_tokens assistant_model custom_generate compile_config "
+    "watermarking_config stop_strings bad_words_ids forced_decoder_ids max_length temperature "
+    "_from_model_config transformers_version constraints cache_config config_file_name "
+    "eos_token_id bos_token_id"
+).split()
+_ADAPTER_KEYS = (
+    "base_model_name_or_path peft_type target_modules modules_to_save r lora_alpha auto_mapping revision "
+    "layers_pattern rank_pattern alpha_pattern init_lora_weights corda_config eva_config loftq_config "
+    "megatron_config target_parameters trainable_token_indices exclude_modules task_type "
+    "bias layers_to_transform"
+).split()
+_PROCESSOR_KEYS = (
+    "processor_class image_processor_type feature_extractor_type video_processor_type tokenizer_class "
+    "auto_map "
+    "image_processor tokenizer feature_extractor chat_template_file chat_template audio_tokenizer "
+    "class_info_file repo_path size crop_size mel_filters speaker_embeddings "
+    "name_or_path audio_tokenizer_name_or_path "
+    "num_frames patch_size _processor_class metadata image_mean vocab_file vocab merges"
+).split()
 
 
 class ModelFolder(FromRun):
     """Folders of models and adapters: `model.name_or_path`, `adapter.name_or_path`, and the converter."""
 
-    keys = {
+    keys: ClassVar = {
         "generation_config.json": tuple(_GENERATION_KEYS),
         "adapter_config.json": tuple(_ADAPTER_KEYS),
         "index.json": ("weight_map", "metadata", "model.norm.weight"),
         "tokenizer_config.json": tuple(_TOKENIZER_KEYS),
         ".json": tuple(_MODEL_KEYS),
     }
-    names = [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "adapter_model.bin",
-        "chat_template.jinja",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "additional_chat_templates/x.jinja",
-        "model-00001-of-00002.safetensors",
-        "pytorch_model.bin.index.json",
-        ".metadata",
-        "quant_config.json",
-        "hf_quant_config.json",
-        "merged_adapters.json",
-        "config.4.0.json",
-        "custom_generate/generate.py",
-        "modeling_x.py",
-        "configuration_x.py",
-        "README.md",
-    ]
+    names: ClassVar = (
+        "config.json generation_config.json model.safetensors model.safetensors.index.json pytorch_model.bin "
+        "adapter_config.json adapter_model.safetensors adapter_model.bin chat_template.jinja tokenizer.json "
+        "tokenizer_config.json additional_chat_templates/x.jinja model-00001-of-00002.safetensors "
+        "pytorch_model.bin.index.json .metadata quant_config.json hf_quant_config.json merged_adapters.json "
+        "config.4.0.json custom_generate/generate.py modeling_x.py configuration_x.py README.md"
+    ).split()
 
     def writers(self) -> Sequence[Callable[[Path], Any]]:
         return (self.copy_final, self._write_sharded, self._write_adapter)
@@ -992,30 +714,19 @@ class ModelFolder(FromRun):
 class ProcessorFolder(ModelFolder):
     """Folders of models with processors, whose files the converter and the export copy."""
 
-    keys = {
+    keys: ClassVar = {
         "processor_config.json": tuple(_PROCESSOR_KEYS),
         "generation_config.json": tuple(_GENERATION_KEYS),
         "tokenizer_config.json": tuple(_TOKENIZER_KEYS),
         ".json": (*_PROCESSOR_KEYS, *_MODEL_KEYS),
     }
-    names = [
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-        "chat_template.json",
-        "chat_template.jinja",
-        "additional_chat_templates/x.jinja",
-        "additional_chat_templates/.y.jinja",
-        "audio_tokenizer_config.json",
-        "feature_extractor/config.json",
-        "image_processor_config.json",
-        "config.json",
-        "tokenizer_config.json",
-        "speaker_embeddings_path.json",
-        "mel_filters.npz",
-        "class_info.json",
-        "generation_config.json",
-    ]
+    names: ClassVar = (
+        "preprocessor_config.json processor_config.json video_preprocessor_config.json chat_template.json "
+        "chat_template.jinja additional_chat_templates/x.jinja additional_chat_templates/.y.jinja "
+        "audio_tokenizer_config.json feature_extractor/config.json image_processor_config.json config.json "
+        "tokenizer_config.json speaker_embeddings_path.json mel_filters.npz "
+        "class_info.json generation_config.json"
+    ).split()
 
     def writers(self) -> Sequence[Callable[[Path], Any]]:
         return (self._write_processor,)
@@ -1064,75 +775,29 @@ _CARD_KEYS = (
     "dataset_info",
     "builder_name",
 )
-_INDEX_KEYS = [
-    "basename",
-    "filename",
-    "raw_data",
-    "zip_data",
-    "_data_files",
-    "shards",
-    "chunks",
-    "config",
-    "column_names",
-    "column_sizes",
-    "column_encodings",
-    "compression",
-    "hashes",
-    "samples",
-    "bytes",
-    "format",
-    "version",
-    "data_format",
-    "data_spec",
-    "chunk_bytes",
-    "chunk_size",
-    "features",
-    "download_checksums",
-    "_fingerprint",
-    "splits",
-    "builder_name",
-    "download_config",
-    "made",
-    "kind",
-    "_format_type",
-]
+_INDEX_KEYS = (
+    "basename filename raw_data zip_data _data_files shards chunks config column_names "
+    "column_sizes column_encodings "
+    "compression hashes samples bytes format version data_format data_spec chunk_bytes chunk_size features "
+    "download_checksums _fingerprint splits builder_name download_config made kind _format_type"
+).split()
 
 
 class DataFolder(Kind):
     """Folders of data: `data.source`."""
 
-    keys = {
+    keys: ClassVar = {
         "README.md": _CARD_KEYS,
         "huggingface.yaml": _CARD_KEYS,
         ".jsonl": ("text", "messages", "image", "images", "path"),
         ".json": tuple(_INDEX_KEYS),
     }
-    names = [
-        "README.md",
-        ".huggingface.yaml",
-        "a.jsonl",
-        ".a.jsonl",
-        "b.txt",
-        "b.csv",
-        "b.parquet",
-        "a.jsonl.gz",
-        "index.json",
-        "state.json",
-        "dataset_info.json",
-        "dataset_dict.json",
-        "tokens.json",
-        "data/a.jsonl",
-        ".data/a.jsonl",
-        "folder.py",
-        "a.bin",
-        "metadata.jsonl",
-        "metadata.csv",
-        "train.jsonl",
-        "test.jsonl",
-        "train/a.jsonl",
-        "shards/000000/index.json",
-        "tokenizer/tokenizer.json",
-    ]
+    names: ClassVar = (
+        "README.md .huggingface.yaml a.jsonl .a.jsonl b.txt b.csv b.parquet a.jsonl.gz index.json state.json "
+        "dataset_info.json dataset_dict.json tokens.json data/a.jsonl .data/a.jsonl folder.py a.bin "
+        "metadata.jsonl metadata.csv train.jsonl test.jsonl train/a.jsonl "
+        "shards/000000/index.json tokenizer/tokenizer.json"
+    ).split()
 
     @staticmethod
     def _write_rows(folder: Path) -> None:
@@ -1193,11 +858,7 @@ class DataFolder(Kind):
         write_json(
             config, {"model": {"config": SMALL_MODEL}, "data": {**data, "seq_len": 32, "eval_fraction": 0}}
         )
-        with (
-            open(os.devnull, "w") as null,
-            contextlib.redirect_stderr(null),
-            contextlib.redirect_stdout(null),
-        ):
+        with quiet():
             code = prepare(["--config", str(config), "--out", str(folder), "--processes", "1"])
         assert code == 0, code
 
@@ -1234,52 +895,26 @@ class DataFolder(Kind):
 class RunFolder(FromRun):
     """Folders of runs and bare checkpoints, of which commands inform, and from which a run resumes."""
 
-    keys = {
-        "trainer_state.json": [
-            "step",
-            "samples",
-            "seed",
-            "schedule",
-            "run",
-            "world_size",
-            "strategy",
-            "backend",
-            "data",
-            "rng",
-            "format_version",
-            "skipped_steps",
-            "counts",
-            "path",
-            "config",
-            "optimizer",
-            "global_batch_size",
-        ],
+    keys: ClassVar = {
+        "trainer_state.json": (
+            "step samples seed schedule run world_size strategy backend data "
+            "rng format_version skipped_steps "
+            "counts path config optimizer global_batch_size"
+        ).split(),
         "checkpoint_manifest.json": ("files", "path", "../x", "size", "checksum"),
         "config.yaml": ("data", "model", "train", "output_dir", "checkpoint", "log", "adapter"),
         "tokenizer_config.json": tuple(_TOKENIZER_KEYS),
         ".jsonl": ("step", "loss", "kind", "path", "text"),
         ".json": (*_MODEL_KEYS, *_GENERATION_KEYS),
     }
-    names = [
-        "config.yaml",
-        "metrics.jsonl",
-        "events.jsonl",
-        "data_samples.json",
-        "log.txt",
-        "report.html",
-        "final/config.json",
-        "checkpoints/step-000002/trainer_state.json",
-        "checkpoints/step-000002/.metadata",
-        "checkpoints/step-000002/config.json",
-        "checkpoints/step-000002/checkpoint_manifest.json",
-        "checkpoints/step-000002/__0_0.distcp",
-        "checkpoints/step-000002/tokenizer.json",
-        "checkpoints/latest",
-        "checkpoints/step-000003/trainer_state.json",
-        "final/README.md",
-        ".run.json",
-        "data_samples.jsonl",
-    ]
+    names: ClassVar = (
+        "config.yaml metrics.jsonl events.jsonl data_samples.json log.txt report.html final/config.json "
+        "checkpoints/step-000002/trainer_state.json checkpoints/step-000002/.metadata "
+        "checkpoints/step-000002/config.json checkpoints/step-000002/checkpoint_manifest.json "
+        "checkpoints/step-000002/__0_0.distcp checkpoints/step-000002/tokenizer.json "
+        "checkpoints/latest checkpoints/step-000003/trainer_state.json final/README.md "
+        ".run.json data_samples.jsonl"
+    ).split()
 
     def writers(self) -> Sequence[Callable[[Path], Any]]:
         return (self._write_run, self._write_run, self._write_checkpoint)
@@ -1421,28 +1056,15 @@ class Fuzz:
 def trace(fuzz: Fuzz, numbers: Sequence[int], out: Path) -> int:
     """Run the commands of some cases under strace in one process tree; return the number of reads outside."""
     outside = re.escape(str(fuzz.scratch.root)) + r"/(outside|home|current)/\w"
-    pattern = re.compile(
-        rf'open(at)?\([^"]*"({outside}[^"]*|/proc/(self|\d+)/environ|/etc/passwd|/dev/zero)"[^)]*\) = \d'
-    )
+    special = r"/proc/(self|\d+)/environ|/etc/passwd|/dev/zero"
+    pattern = re.compile(rf'open(at)?\([^"]*"({outside}[^"]*|{special})"[^)]*\) = \d')
     reads = 0
     for number in numbers:
         changes, actions = fuzz.prepare(number)
         fuzz._reset()
         log = out / f"trace-{number}"
-        tracer = subprocess.Popen(
-            [
-                "strace",
-                "-f",
-                "-qq",
-                "-e",
-                "trace=open,openat,openat2",
-                "-o",
-                str(log),
-                "-p",
-                str(os.getpid()),
-            ],
-            stderr=subprocess.DEVNULL,
-        )
+        command = ["strace", "-f", "-qq", "-e", "trace=open,openat,openat2", "-o", str(log)]
+        tracer = subprocess.Popen([*command, "-p", str(os.getpid())], stderr=subprocess.DEVNULL)
         while "TracerPid:\t0" in Path("/proc/self/status").read_text():
             time.sleep(0.01)
         for words in actions:
@@ -1479,16 +1101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each broken promise to it")
     arguments = parser.parse_args(argv)
     if ENVIRONMENT not in os.environ:  # /proc/self/environ shows what a process was started with
-        variables = {
-            ENVIRONMENT: f"{MARKER}-environment",
-            "HF_HUB_OFFLINE": "1",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        }
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.fuzz.folders", *(argv or sys.argv[1:])],
-            {**os.environ, **variables},
-        )
+        variables = {ENVIRONMENT: f"{MARKER}-environment", "HF_HUB_OFFLINE": "1"}
+        variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        command = [sys.executable, "-m", "tests.fuzz.folders", *(argv or sys.argv[1:])]
+        os.execve(sys.executable, command, {**os.environ, **variables})
     import portable.commands.dry_run
     import portable.commands.resume_info
     import portable.commands.show_data  # noqa: F401
@@ -1499,36 +1115,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     numbers = range(arguments.start, arguments.start + arguments.count)
     if arguments.strace:
         broken = trace(fuzz, numbers[: arguments.strace], root)
-        print(
-            f"{arguments.kind}: {min(arguments.strace, len(numbers))} cases under strace, {broken} read outside"
-        )
+        cases = len(numbers[: arguments.strace])
+        print(f"{arguments.kind}: {cases} cases under strace, {broken} read outside")
         return 1 if broken else 0
     started = time.monotonic()
     for number in numbers if arguments.only is None else [arguments.only]:
         for case, promises, printed in fuzz.run(number):
             broken += 1
-            print(
-                f"case {number}: {promises}\n    {case}\n    {printed[-1500 if arguments.only is None else -20000 :]!r}",
-                flush=True,
-            )
+            shown = printed[-1500:] if arguments.only is None else printed
+            print(f"case {number}: {promises}\n    {case}\n    {shown!r}", flush=True)
             if arguments.json is not None:
+                row = {"case": number, "promises": promises, "changes": case, "printed": printed[-3000:]}
                 with arguments.json.open("a") as file:
-                    file.write(
-                        json.dumps(
-                            {
-                                "case": number,
-                                "promises": promises,
-                                "changes": case,
-                                "printed": printed[-3000:],
-                            }
-                        )
-                        + "\n"
-                    )
+                    file.write(json.dumps(row) + "\n")
     minutes = (time.monotonic() - started) / 60
     total = sum(fuzz.counts.values())
-    print(
-        f"{arguments.kind}: {total} commands, {broken} broke a promise, longest {fuzz.seconds:.1f} s, {minutes:.0f} minutes"
-    )
+    figures = f"longest {fuzz.seconds:.1f} s, {minutes:.0f} minutes"
+    print(f"{arguments.kind}: {total} commands, {broken} broke a promise, {figures}")
     print(", ".join(f"{name} {count}" for name, count in sorted(fuzz.counts.items())))
     if arguments.only is None:
         shutil.rmtree(root)

@@ -1,8 +1,8 @@
 """Run an action in a fork and observe which files it opens, what it writes and how long it takes.
 
-Three observers together see every read: an audit hook in the fork (each open of Python, with its path), inotify
-on the secret files (each open by any library or subprocess), and a search for the marker of the secret files in
-everything that the action prints and writes.
+Three observers together see every read: an audit hook in the fork (each open of Python, with its path),
+inotify on the secret files (each open by any library or subprocess), and a search for the marker of the
+secret files in everything that the action prints and writes.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ _ALLOWED = re.compile(
 """Files of the system that libraries open by themselves."""
 _OPENS = frozenset({"open", "os.listdir", "os.scandir"})
 _STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"})
+_OWN_PROCESSES = re.compile(
+    "resource_tracker|forkserver|multiprocessing|portable|lscpu|uname|ldconfig|gcc|/sbin/"
+)
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e]")
 
 
@@ -168,10 +171,7 @@ class Observer:
                     tell(f"{'wrote' if writes else event} {name} -> {real}")
             elif event in _STARTS:
                 words = str(arguments[:2])
-                if not re.search(
-                    r"resource_tracker|forkserver|multiprocessing|portable|lscpu|uname|ldconfig|gcc|/sbin/",
-                    words,
-                ):
+                if not _OWN_PROCESSES.search(words):
                     tell(f"{event} {words[:300]}")
             elif event == "socket.connect" and isinstance(arguments[1], tuple):
                 tell(f"{event} {arguments[1]}")
@@ -231,7 +231,7 @@ def _files_with_marker(folders: Sequence[str]) -> Iterator[str]:
     for folder in folders:
         for here, _, names in os.walk(folder):
             for name in names:
-                path = os.path.join(here, name)
+                path = os.path.join(here, name)  # noqa: PTH118
                 with suppress(OSError):
                     if stat.S_ISREG(os.lstat(path).st_mode) and MARKER.encode() in Path(path).read_bytes():
                         yield path

@@ -46,7 +46,7 @@ def interrupt(process: subprocess.Popen[str], times: int) -> None:
 
 def semaphores() -> set[str]:
     """Return the named semaphores of the system."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-")}
+    return {path.name for path in Path("/dev/shm").glob("sem.mp-*")}
 
 
 def mapped_semaphores(group: int) -> set[str]:
@@ -108,7 +108,7 @@ def test_killed_runs_leave_no_semaphore(tmp_path: Path, corpus: Path) -> None:
     assert not opened & semaphores()
 
 
-# -- the calls that hand a stranger's file to a library --------------------------------------------------------
+# -- calls that hand a stranger's file to a library ----------------------------------------------------------
 
 READERS = frozenset(
     [
@@ -146,7 +146,7 @@ DOORS: dict[str, str] = {
     "portable/config/importing/deepspeed.py": "names of libraries in the source",
     "portable/config/yaml_text.py": "a loader without tags, which counts the values of aliases",
     "portable/data/sources/hub_dataset.py": "check_hub_card; saved datasets: check_folder",
-    "portable/data/sources/hub_files.py": "check_folder and check_card_file before the library reads the card",
+    "portable/data/sources/hub_files.py": "check_folder, and the check of the card",
     "portable/data/sources/library.py": "one .csv file that open_file has opened; its name is escaped",
     "portable/data/sources/parquet_rows.py": "a file that open_file has opened",
     "portable/data/sources/sharded_tokens.py": "name_inside of each file, and check_folder",
