@@ -4,8 +4,8 @@
 worker, EMA, evaluations, a save every 10 steps (2 checkpoints and the 2 best are retained) and TensorBoard.
 Each minute it adds up the anonymous memory, descriptors, threads and CPU time of all processes of the run. It
 prints the first and last sample and the slope between them, stops the run with SIGTERM, and exits with 1 if
-the memory or the descriptors grew, if a temporary name remains in the run's folder, or if the run did not stop
-with exit code 75.
+the memory or the descriptors grew, if a temporary name remains in the run's folder, or if the run did not
+stop with exit code 75.
 """
 
 from __future__ import annotations
