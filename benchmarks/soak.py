@@ -67,7 +67,7 @@ def find_processes(pid: int) -> list[int]:
     pids = [pid]
     with suppress(OSError):
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            pids += [found for child in children.read_text().split() for found in find_processes(int(child))]
+            pids += [pid for child in children.read_text().split() for pid in find_processes(int(child))]
     return pids
 
 

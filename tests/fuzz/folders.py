@@ -435,10 +435,10 @@ def write_fast_tokenizer(folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<eos>' }}{% endfor %}"
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", chat_template=template
     )
-    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def write_slow_tokenizer(name: str) -> Callable[[Path], None]:
@@ -1081,10 +1081,10 @@ def trace(fuzz: Fuzz, numbers: Sequence[int], out: Path) -> int:
             os.waitpid(pid, 0)
         tracer.terminate()
         tracer.wait()
-        found = {match[2] for match in pattern.finditer(log.read_text("utf-8", "replace"))}
-        if found:
+        paths = {match[2] for match in pattern.finditer(log.read_text("utf-8", "replace"))}
+        if paths:
             reads += 1
-            print(f"case {number}: {changes}: {sorted(found)}", flush=True)
+            print(f"case {number}: {changes}: {sorted(paths)}", flush=True)
         log.unlink()
     return reads
 

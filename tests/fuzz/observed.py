@@ -106,8 +106,8 @@ class Observer:
             broken.append("a traceback")
         if code == 2 and not re.search("^error: ", printed, re.M):
             broken.append("no error line")
-        if found := _CONTROLS.search(printed):
-            broken.append(f"control character {found[0]!r}")
+        if control := _CONTROLS.search(printed):
+            broken.append(f"control character {control[0]!r}")
         if ran.exists():
             broken.append("code ran")
         broken += sorted({f"opened {path} (inotify)" for _, path in self._watch.drain()})
