@@ -206,19 +206,22 @@ def _wait(pid: int) -> int | str:
     Returns:
         Its exit code, or the reason why it was killed.
     """
-    started = time.monotonic()
+    waited, before = 0.0, time.monotonic()
     ended = os.pidfd_open(pid)
     reason = ""
     try:
         poll = select.poll()
         poll.register(ended, select.POLLIN)
         while not poll.poll(500):
+            now = time.monotonic()
             with suppress(OSError):
-                running, waiting, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
-                blocked = time.monotonic() - started - (running + waiting) / 1e9
-                if blocked > LONGEST:
-                    reason = f"blocked for {blocked:.0f} s"
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                # Not while it waits for a processor or a disk, nor while this process itself was stopped.
+                waited = waited + min(now - before, 1.0) if state == "S" else 0.0
+                if waited > LONGEST:
+                    reason = f"blocked for {waited:.0f} s"
                     os.kill(pid, signal.SIGKILL)
+            before = now
     finally:
         os.close(ended)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
