@@ -468,7 +468,7 @@ def write_any_class(folder: Path) -> None:
 class TokenizerFolder(Kind):
     """Folders of tokenizers, which a run loads, uses and saves."""
 
-    keys: ClassVar = {
+    keys: ClassVar[dict[str, Sequence[str]]] = {
         "added_tokens.json": ("a", "/proc/self/environ"),
         "tokenizer.json": (
             "model",
@@ -483,7 +483,7 @@ class TokenizerFolder(Kind):
         "config.json": (*_TOKENIZER_KEYS, "architectures"),
         ".json": tuple(_TOKENIZER_KEYS),
     }
-    names: ClassVar = (
+    names: ClassVar[Sequence[str]] = (
         "tokenizer.json vocab.txt vocab.json merges.txt spiece.model tokenizer.model "
         "tekken.json added_tokens.json "
         "special_tokens_map.json chat_template.jinja chat_template.json additional_chat_templates/x.jinja "
@@ -637,14 +637,14 @@ _PROCESSOR_KEYS = (
 class ModelFolder(FromRun):
     """Folders of models and adapters: `model.name_or_path`, `adapter.name_or_path`, and the converter."""
 
-    keys: ClassVar = {
+    keys: ClassVar[dict[str, Sequence[str]]] = {
         "generation_config.json": tuple(_GENERATION_KEYS),
         "adapter_config.json": tuple(_ADAPTER_KEYS),
         "index.json": ("weight_map", "metadata", "model.norm.weight"),
         "tokenizer_config.json": tuple(_TOKENIZER_KEYS),
         ".json": tuple(_MODEL_KEYS),
     }
-    names: ClassVar = (
+    names: ClassVar[Sequence[str]] = (
         "config.json generation_config.json model.safetensors model.safetensors.index.json pytorch_model.bin "
         "adapter_config.json adapter_model.safetensors adapter_model.bin chat_template.jinja tokenizer.json "
         "tokenizer_config.json additional_chat_templates/x.jinja model-00001-of-00002.safetensors "
@@ -714,13 +714,13 @@ class ModelFolder(FromRun):
 class ProcessorFolder(ModelFolder):
     """Folders of models with processors, whose files the converter and the export copy."""
 
-    keys: ClassVar = {
+    keys: ClassVar[dict[str, Sequence[str]]] = {
         "processor_config.json": tuple(_PROCESSOR_KEYS),
         "generation_config.json": tuple(_GENERATION_KEYS),
         "tokenizer_config.json": tuple(_TOKENIZER_KEYS),
         ".json": (*_PROCESSOR_KEYS, *_MODEL_KEYS),
     }
-    names: ClassVar = (
+    names: ClassVar[Sequence[str]] = (
         "preprocessor_config.json processor_config.json video_preprocessor_config.json chat_template.json "
         "chat_template.jinja additional_chat_templates/x.jinja additional_chat_templates/.y.jinja "
         "audio_tokenizer_config.json feature_extractor/config.json image_processor_config.json config.json "
@@ -786,13 +786,13 @@ _INDEX_KEYS = (
 class DataFolder(Kind):
     """Folders of data: `data.source`."""
 
-    keys: ClassVar = {
+    keys: ClassVar[dict[str, Sequence[str]]] = {
         "README.md": _CARD_KEYS,
         "huggingface.yaml": _CARD_KEYS,
         ".jsonl": ("text", "messages", "image", "images", "path"),
         ".json": tuple(_INDEX_KEYS),
     }
-    names: ClassVar = (
+    names: ClassVar[Sequence[str]] = (
         "README.md .huggingface.yaml a.jsonl .a.jsonl b.txt b.csv b.parquet a.jsonl.gz index.json state.json "
         "dataset_info.json dataset_dict.json tokens.json data/a.jsonl .data/a.jsonl folder.py a.bin "
         "metadata.jsonl metadata.csv train.jsonl test.jsonl train/a.jsonl "
@@ -862,8 +862,6 @@ class DataFolder(Kind):
             code = prepare(["--config", str(config), "--out", str(folder), "--processes", "1"])
         assert code == 0, code
 
-    bases = ()
-
     def __init__(self, scratch: Scratch) -> None:
         copies = [self._copy(path.name) for path in sorted(PUBLISHED.iterdir()) if path.is_dir()]
         self.bases = (
@@ -895,7 +893,7 @@ class DataFolder(Kind):
 class RunFolder(FromRun):
     """Folders of runs and bare checkpoints, of which commands inform, and from which a run resumes."""
 
-    keys: ClassVar = {
+    keys: ClassVar[dict[str, Sequence[str]]] = {
         "trainer_state.json": (
             "step samples seed schedule run world_size strategy backend data "
             "rng format_version skipped_steps "
@@ -907,7 +905,7 @@ class RunFolder(FromRun):
         ".jsonl": ("step", "loss", "kind", "path", "text"),
         ".json": (*_MODEL_KEYS, *_GENERATION_KEYS),
     }
-    names: ClassVar = (
+    names: ClassVar[Sequence[str]] = (
         "config.yaml metrics.jsonl events.jsonl data_samples.json log.txt report.html final/config.json "
         "checkpoints/step-000002/trainer_state.json checkpoints/step-000002/.metadata "
         "checkpoints/step-000002/config.json checkpoints/step-000002/checkpoint_manifest.json "
