@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import importlib
 import json
 import os
 import random
@@ -260,6 +262,7 @@ class Kind:
         keys: Keys that libraries know, by the end of the file's name.
         names: Names of files that a library may open.
         bases: Functions that write a valid folder.
+        made: The valid folders.
     """
 
     keys: ClassVar[dict[str, Sequence[str]]]
@@ -268,19 +271,19 @@ class Kind:
 
     def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
-        self._made: list[Path] = []
+        self.made: list[Path] = []
         for number, write in enumerate(self.bases):
             folder = scratch.base / str(number)
             if not folder.exists():
                 folder.mkdir()
                 write(folder)
-            self._made.append(folder)
+            self.made.append(folder)
 
     def make(self, dice: random.Random) -> list[str]:
         """Make one hostile folder; return its changes."""
         scratch = self.scratch
         shutil.rmtree(scratch.case, ignore_errors=True)
-        base = dice.choice(self._made)
+        base = dice.choice(self.made)
         shutil.copytree(base, scratch.folder, symlinks=True)
         changes = [base.name]
         values = hostile_values(dice, scratch)
@@ -584,10 +587,10 @@ class FromRun(Kind):
         super().__init__(scratch)
         self.trained = write_run(scratch)
         for write in self.writers():
-            folder = scratch.base / str(len(self._made))
+            folder = scratch.base / str(len(self.made))
             if not folder.exists():
                 write(folder)
-            self._made.append(folder)
+            self.made.append(folder)
 
     def writers(self) -> Sequence[Callable[[Path], Any]]:
         """Return the functions that write the valid folders."""
@@ -996,10 +999,29 @@ class Fuzz:
         self._seed = seed
         self._name = name
         # The forks of the cases must not inherit threads or locks of libraries, so a fork writes the folders.
-        self._in_fork(lambda: KINDS[name](self.scratch))
+        # The modules that it imports are imported here as well: otherwise each case would take seconds.
+        imported = root / "imported"
+        self._in_fork(lambda: self._warm_up(imported))
+        for module in imported.read_text().split():
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
         self.kind = KINDS[name](self.scratch)
         self._reset()
         self.observer = self.scratch.observer()
+
+    def _warm_up(self, imported: Path) -> None:
+        kind = KINDS[self._name](self.scratch)
+        os.environ.update(self.scratch.environment())
+        for number, base in enumerate(kind.made):
+            shutil.rmtree(self.scratch.case, ignore_errors=True)
+            shutil.copytree(base, self.scratch.folder)
+            for words in kind.actions(random.Random(number)):
+                self._reset()
+                with quiet(), contextlib.suppress(BaseException):
+                    run_action(words)
+        imported.write_text("\n".join(sys.modules))
 
     @staticmethod
     def _in_fork(function: Callable[[], object]) -> None:
