@@ -68,7 +68,7 @@ class Observer:
     ) -> None:
         self.scratch = scratch
         self._secrets = [os.path.realpath(path) for path in secrets]
-        libraries = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), _REPOSITORY]
+        libraries: list[str | Path] = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), _REPOSITORY]
         self._inside = [os.path.realpath(path) for path in (*libraries, *inside, *writable)]
         self._writable = [os.path.realpath(path) for path in writable]
         self._watch = Watch(OPENED | READ)
