@@ -973,6 +973,9 @@ def use_tokenizer(folder: str, out: str) -> int:
 
 def run_action(words: Sequence[str]) -> int:
     """Run one program in this process."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_HOME"]) / "datasets"  # set at import otherwise
     from converters.cli import main as convert
     from portable.cli import main as train
     from portable.reporting.html_report import main as report
