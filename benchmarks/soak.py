@@ -224,9 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         first, last = samples[0], samples[-1]
         steps = max(last.step - first.step, 1)
         for name in ("step", "processes", "memory", "descriptors", "threads", "cache", "log"):
-            values = [getattr(sample, name) for sample in (first, last)]
+            start, end = (getattr(sample, name) for sample in (first, last))
             print(
-                f"{name:<13} {values[0]:,.0f} -> {values[1]:,.0f}",
+                f"{name:<13} {start:,.0f} -> {end:,.0f}",
                 f"{compute_slope(samples, name):+,.1f} an hour",
             )
         print(f"{'CPU':<13} {1000 * (last.cpu - first.cpu) / steps:.1f} ms per step")

@@ -48,8 +48,10 @@ _CODE = (
     "configuration_x.py",
     "folder.py",
     "custom_generate/generate.py",
+    "setup.py",
+    "__init__.py",
+    "conftest.py",
 )
-_CODE += ("setup.py", "__init__.py", "conftest.py")
 _JSON = (".json", ".jsonl", ".yaml", ".yml")
 ODD: list[Any] = [None, True, -1, 0, 1, 7, 2**31, 2**63, 10**30, 10**400, 1e308, -1e308, float("nan"), ""]
 ODD += [float("inf"), "a", "x" * 100_000, "\x1b[2J\x07", "\u202e", "\ud800", "a\0b", [], {}, [[]], [None]]
@@ -667,7 +669,7 @@ class ModelFolder(FromRun):
         shards: list[dict[str, Any]] = [{}, {}]
         for number, (name, tensor) in enumerate(tensors.items()):
             shards[number % 2][name] = tensor
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = f"model-0000{number}-of-00002.safetensors"
             save_file(shard, folder / name, {"format": "pt"})
@@ -1004,7 +1006,7 @@ class Fuzz:
         # The forks of the cases must not inherit threads or locks of libraries, so a fork writes the folders.
         # The modules that it imports are imported here as well: otherwise each case would take seconds.
         imported = root / "imported"
-        self._in_fork(lambda: self._warm_up(imported))
+        self._in_fork(lambda: self._run_unchanged(imported))
         for module in imported.read_text().split():
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
@@ -1014,7 +1016,7 @@ class Fuzz:
         self._reset()
         self.observer = self.scratch.observer()
 
-    def _warm_up(self, imported: Path) -> None:
+    def _run_unchanged(self, imported: Path) -> None:
         kind = KINDS[self._name](self.scratch)
         os.environ.update(self.scratch.environment())
         for number, base in enumerate(kind.made):
