@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import count
-from multiprocessing import util
-from multiprocessing.synchronize import SemLock
 from typing import Any
 
 import torch
@@ -300,12 +298,7 @@ class _SemaphoreNames:
 
     def unlink(self) -> None:
         """Remove the names. The semaphores remain usable."""
-        locks = [lock for queue in self._queues for lock in (queue._rlock, queue._wlock, queue._sem)]
-        names = {lock._semlock.name for lock in locks if lock is not None}
-        registry: dict[Any, Any] = getattr(util, "_finalizer_registry", {})
-        for finalizer in list(registry.values()):
-            if finalizer._callback is getattr(SemLock, "_cleanup", None) and finalizer._args[0] in names:
-                finalizer()  # otherwise it would run at exit and find no such name
+        of_torch.unlink_semaphores(self._queues)
 
 
 class _Flag:
