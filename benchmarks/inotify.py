@@ -1,4 +1,4 @@
-"""Watch folders for created and renamed files (Linux, inotify(7))."""
+"""Watch files and folders for events (Linux, inotify(7))."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CREATED, RENAMED = 0x100, 0x80  # IN_CREATE, IN_MOVED_TO
+READ, OPENED = 0x1, 0x20  # IN_ACCESS, IN_OPEN
 _EVENT = struct.Struct("iIII")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Watch:
-    """Events in some folders, as a context."""
+    """Events in some folders, or of some files, as a context.
 
-    def __init__(self) -> None:
+    Args:
+        mask: Kinds of events.
+    """
+
+    def __init__(self, mask: int = CREATED | RENAMED) -> None:
+        self._mask = mask
         self._fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1")
@@ -35,7 +41,7 @@ class Watch:
 
     def add(self, folder: Path) -> None:
         """Watch ``folder`` too; a no-op if it no longer exists."""
-        number = _libc.inotify_add_watch(self._fd, os.fsencode(folder), CREATED | RENAMED)
+        number = _libc.inotify_add_watch(self._fd, os.fsencode(folder), self._mask)
         if number >= 0:
             self._folders[number] = folder
 
@@ -47,12 +53,20 @@ class Watch:
         while time.monotonic() < end and going_on():
             if not poll.poll(50):  # milliseconds
                 continue
-            data = os.read(self._fd, 1 << 16)
-            at = 0
-            while at < len(data):
-                number, mask, _, length = _EVENT.unpack_from(data, at)
-                at += _EVENT.size
-                name = data[at : at + length].rstrip(b"\0")
-                at += length
-                if number in self._folders:
-                    yield mask & (CREATED | RENAMED), self._folders[number] / os.fsdecode(name)
+            yield from self._read()
+
+    def drain(self) -> Iterator[tuple[int, Path]]:
+        """Yield the events so far, without waiting."""
+        while select.select([self._fd], [], [], 0)[0]:
+            yield from self._read()
+
+    def _read(self) -> Iterator[tuple[int, Path]]:
+        data = os.read(self._fd, 1 << 16)
+        position = 0
+        while position < len(data):
+            number, mask, _, length = _EVENT.unpack_from(data, position)
+            position += _EVENT.size
+            name = data[position : position + length].rstrip(b"\0")
+            position += length
+            if number in self._folders:
+                yield mask & self._mask, self._folders[number] / os.fsdecode(name)

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from converters.console import OutputError, complain, flush
 from converters.errors import printable
+from converters.interrupts import INTERRUPTED, raise_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 DONE, FAILED, REFUSED, NOT_EXPORTED, STOPPED = 0, 1, 2, 74, 75
 BY_SIGNAL = 128
-INTERRUPTED = BY_SIGNAL + 2
 _NO_ROOM = re.compile("failed to map segment|annot allocate memory")
 """Of the system, where the libraries of a package do not fit into memory."""
 _BROKEN_PIPE = BY_SIGNAL + 13
@@ -93,37 +93,42 @@ def command(main: Main) -> Callable[..., int]:
 
     @wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
-        try:
-            try:
-                return main(argv)
-            finally:
-                flush()  # at interpreter exit, a failure could not be handled
-        except BrokenPipeError:
-            streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
-            gone = [stream for stream in streams if _has_no_reader(stream)]
-            if not gone:
-                raise
-            for stream in gone:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            return _BROKEN_PIPE
-        except KeyboardInterrupt:
-            complain("error: interrupted")
-            return INTERRUPTED
-        except OutputError as error:
-            complain(f"error: {error}")
-            return FAILED
-        except (MemoryError, ImportError) as error:
-            if isinstance(error, ImportError) and not _NO_ROOM.search(str(error)):
-                raise
-            complain("error: out of memory")
-            return FAILED
-        except RuntimeError as error:
-            if "start new thread" not in str(error):
-                raise
-            complain("error: the system cannot start another thread")
-            return FAILED
+        with raise_once():
+            return _run(main, argv)
 
     return guarded
+
+
+def _run(main: Main, argv: Sequence[str] | None) -> int:
+    try:
+        try:
+            return main(argv)
+        finally:
+            flush()  # at interpreter exit, a failure could not be handled
+    except BrokenPipeError:
+        streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+        gone = [stream for stream in streams if _has_no_reader(stream)]
+        if not gone:
+            raise
+        for stream in gone:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        complain("error: interrupted")
+        return INTERRUPTED
+    except OutputError as error:
+        complain(f"error: {error}")
+        return FAILED
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and not _NO_ROOM.search(str(error)):
+            raise
+        complain("error: out of memory")
+        return FAILED
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        complain("error: the system cannot start another thread")
+        return FAILED
 
 
 def _has_no_reader(stream: IO[str]) -> bool:

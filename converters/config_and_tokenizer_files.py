@@ -211,9 +211,13 @@ def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
         return companions, excluded
     modules = _read_sentence_modules(by_name.get("modules.json"), folder)
     subfolders = [_TEMPLATES, _GENERATION_CODE, *modules]
-    nested = [
-        (name, entry) for name in subfolders if name in by_name for entry in _list_entries(by_name[name])
-    ]
+    nested = []
+    for name in subfolders:
+        if name in by_name:
+            try:
+                nested += [(name, entry) for entry in _list_entries(inside(by_name[name], folder))]
+            except LinkError:
+                excluded[f"{name}/"] = "a link outside the folder"
     for parent, entry in (*(("", entry) for entry in entries), *nested):
         name = f"{parent}/{entry.name}" if parent else entry.name
         try:
@@ -393,7 +397,13 @@ def _search_folders(folders: Iterable[Place], names: re.Pattern[str] = COMPANION
     for folder in folders:
         direct_entries = _list_entries(folder)
         entry_names = {entry.name for entry in direct_entries}
-        nested_entries = [_list_entries(folder / name) for name in _SUBFOLDERS if name in entry_names]
+        nested_entries = []
+        for name in _SUBFOLDERS:
+            if name in entry_names:
+                try:
+                    nested_entries.append(_list_entries(inside(folder / name, folder)))
+                except LinkError as error:
+                    _log.warning("warning: %s; not copied", printable(error))
         for entries in (direct_entries, *nested_entries):
             for entry in entries:
                 if entry.name in files or not names.fullmatch(entry.name):

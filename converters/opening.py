@@ -147,6 +147,7 @@ def _steps(root: Place) -> list[tuple[int, Place]]:
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):
         try:
+            inside(folder, root)  # a link that leaves the folder is not listed
             children = [child for child in folder.iterdir() if child.is_dir()]
         except OSError:
             continue

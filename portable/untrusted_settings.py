@@ -8,6 +8,7 @@ A folder may therefore name any file of the user, whose contents then end up in 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files whose keys `AutoTokenizer.from_pretrained` passes to the class of the tokenizer."""
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Files that list the shards that `from_pretrained` of a model opens."""
 TEXT_KEYS = frozenset(
     {
         "_name_or_path",
@@ -84,6 +87,24 @@ def check_values(where: str, settings: Any, folder: Path) -> None:
             )
         if _counts_layers(key) and isinstance(value, int) and value > MAX_MODEL_LAYERS:
             raise UserError(f"{where}: {key}: {value} is too large; use at most {MAX_MODEL_LAYERS}")
+
+
+@contextmanager
+def convert_library_errors(key: str) -> Iterator[None]:
+    """Convert every exception of a library that reads a downloaded folder to a UserError.
+
+    The files may have any values, and libraries raise exceptions of many classes for wrong ones.
+
+    Args:
+        key: Setting that names the folder, for messages.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = one_line(error)[:500] or type(error).__name__
+        raise UserError(f"{key}: {reason}") from error
 
 
 def _find_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:

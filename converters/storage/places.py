@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin
 from converters.storage.listed import Object
 from converters.storage.path_or_url import in_store
-from converters.storage.safe_open import open_new, open_regular, real_path
+from converters.storage.safe_open import LinkError, open_new, open_regular, real_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +69,16 @@ def names_in(folder: Place) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return []
+
+
+def folders_inside(folder: Place) -> list[str]:
+    """Return the names of the folders directly in a folder, without links that leave it."""
+    names = []
+    for name in names_in(folder):
+        with suppress(LinkError):
+            if inside(folder / name, folder).is_dir():
+                names.append(name)
+    return names
 
 
 def files_in(folder: Place) -> list[str]:

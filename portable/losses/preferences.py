@@ -196,11 +196,13 @@ def _frozen(name: str, device: torch.device) -> nn.Module:
     from portable.errors import UserError, one_line
     from portable.model.build import find_pretrained_class
     from portable.model.document_attention import check_direction
+    from portable.untrusted_settings import convert_library_errors
 
     key = f"train.loss: reference {name}"
     try:
-        model: Any = find_pretrained_class(name).from_pretrained(name)
-    except (UserError, OSError, ValueError) as error:
+        with convert_library_errors("model.name_or_path"):
+            model: Any = find_pretrained_class(name).from_pretrained(name)
+    except UserError as error:
         raise UserError(f"{key}: {one_line(error).removeprefix('model.name_or_path: ')}") from error
     check_direction(model, key)
     model.eval().requires_grad_(False).to(device)

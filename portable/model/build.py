@@ -28,7 +28,13 @@ from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
 from portable.private import of_transformers
-from portable.untrusted_settings import CONFIG_FILE, GENERATION_FILE, check_settings
+from portable.untrusted_settings import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    INDEX_FILES,
+    check_settings,
+    convert_library_errors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,15 +96,11 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
             f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
             "(organization/name)"
         )
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
-    try:
+    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
+    with convert_library_errors("model.name_or_path"):
         values, _ = PretrainedConfig.get_config_dict(name)
         check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", values)
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
-    except UserError:
-        raise
-    except Exception as error:  # inconsistent sizes raise exceptions of other classes
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
     return _changed(config, settings)
 
 
@@ -449,9 +451,11 @@ def find_pretrained_class(name: str) -> Any:
 
     from portable.config.sections import ModelConfig
 
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE))
+    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
     settings = ModelConfig(name_or_path=name, config=None)
-    return _find_class(AutoConfig.from_pretrained(name), settings)
+    with convert_library_errors("model.name_or_path"):
+        config = AutoConfig.from_pretrained(name)
+    return _find_class(config, settings)
 
 
 def _find_composite_class(config: PretrainedConfig) -> Any:

@@ -26,6 +26,7 @@ from portable.model.grown import GrownTensor
 from portable.model.parameters import embeddings, state_tensors, tied_names
 from portable.model.tensors import ComputedTensor, ReadableTensor, to_torch
 from portable.private import of_transformers
+from portable.untrusted_settings import convert_library_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -327,7 +328,8 @@ def layout_to_export(settings: ModelConfig) -> Checkpoint:
 def _config_of_base(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
+    with convert_library_errors("model.name_or_path"):
+        return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
 
 
 def _dequantized(
@@ -372,10 +374,8 @@ def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) ->
 
 def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
     """Load the weights into host memory with transformers, if only it can map the names."""
-    try:
+    with convert_library_errors("model.name_or_path"):
         loaded, info = _load(settings, model, model.config)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
     return _of_loaded(loaded, info)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from portable.data.samples.base import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
-from portable.errors import UserError, one_line
 from portable.private.of_transformers import generation_of_config, model_class
+from portable.untrusted_settings import convert_library_errors
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -185,14 +185,11 @@ def _pretrained_generation(settings: ModelConfig) -> Any:
         return None
     from transformers import GenerationConfig
 
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except OSError:  # no generation_config.json: read the generation settings of config.json
-        pass
-    try:
-        return generation_of_config(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    with convert_library_errors("model.name_or_path"):
+        try:
+            return GenerationConfig.from_pretrained(name)
+        except OSError:  # no generation_config.json: read the generation settings of config.json
+            return generation_of_config(name)
 
 
 def _replace_defaults(config: Any, given: dict[str, Any], tokenizer: Any) -> None:

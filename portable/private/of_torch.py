@@ -232,6 +232,20 @@ def abandon_workers(batches: Any) -> None:
         pinning.set()  # of a thread, which ends by it
 
 
+@_torch.needed_for("data.num_workers")
+def unlink_semaphores(queues: list[Any]) -> None:
+    """Remove the names of the semaphores of queues that other processes have opened already."""
+    from multiprocessing import util
+    from multiprocessing.synchronize import SemLock
+
+    locks = [lock for queue in queues for lock in (queue._rlock, queue._wlock, queue._sem)]
+    names = {lock._semlock.name for lock in locks if lock is not None}
+    registry: dict[Any, Any] = getattr(util, "_finalizer_registry", {})
+    for finalizer in list(registry.values()):
+        if finalizer._callback is getattr(SemLock, "_cleanup", None) and finalizer._args[0] in names:
+            finalizer()  # otherwise it would run at exit and find no such name
+
+
 @_torch.needed_for("train.micro_batch_size: auto")
 def detach_process_groups() -> list[Any]:
     """Let this process start a new default group; return the present groups, whose connections stay open.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.console import complain
+from converters.interrupts import without_interrupts
 from portable.errors import (
     NOT_EXPORTED,
     REPORTING,
@@ -151,13 +152,9 @@ def launch(
             told = (function, arguments, str(folder), os.getpid(), {**meeting_place, **_world(ranks)})
             processes = [context.Process(target=_rank_main, args=(rank, *told)) for rank in range(ranks)]
             try:
-                # A Ctrl-C now is the launcher's alone: ranks inherit the mask until they ignore it.
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                try:
+                with without_interrupts():
                     for process in processes:
                         process.start()
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 failed = _first_to_fail(processes, folder)
             finally:
                 _end(processes, folder)
@@ -288,7 +285,7 @@ def _rank_main(
 ) -> None:
     die_with_parent(launcher)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    # Ctrl-C in a terminal signals every process. Only the launcher handles it, and forwards it to the ranks.
+    # Only the launcher handles Ctrl-C, and forwards it to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     global _scratch

@@ -60,7 +60,8 @@ def test_no_companion_is_fetched_through_a_link(
     assert (tmp_path / "out" / "merges.txt").read_text() == (source / "config.json").read_text()
     assert not (tmp_path / "out" / "merges.txt").is_symlink()
     assert "vocab.txt: a link here leaves" in caplog.text
-    assert "tokenizer.model: a link here leaves" in caplog.text
+    assert "in/tokenizer: a link here leaves" in caplog.text
+    assert "tokenizer.model" not in caplog.text  # nor is the folder outside listed
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json"])

@@ -453,6 +453,10 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
     "other aliases": (card(ALIASES, ".huggingface.yaml"), "huggingface.yaml: .* a file too large"),
     "other setting": (card("metadata_file: {private}/notes.jsonl"), "names a file outside the folder"),
     "link": (linked, "a link here leaves"),
+    "linked shards": (
+        lambda folder: hidden_link("shards", "data_dir: .")(write_file("tokens.json", "{}")(folder).parent),
+        "a link here leaves",
+    ),
     "pipe": (pipe("a.jsonl"), "not a regular file"),
     "pipe of text": (pipe("a.txt.gz"), "not a regular file"),
     "pipe of cells": (pipe("a.csv"), "not a regular file"),

@@ -26,7 +26,7 @@ from converters.formats.deepspeed.run import SavedRun, check_same_run
 from converters.formats.deepspeed.tensor_parallel import INFO, Layout, merged_optimizer, merged_weights
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.storage.folder import Folder
-from converters.storage.places import names_in
+from converters.storage.places import folders_inside
 from converters.storage.safe_open import child
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _shard_folder(source: Source) -> Place | None:
 
 def _tags(path: Place) -> list[str]:
     """The folders with rank files in `path`."""
-    return [name for name in names_in(path) if (path / name).is_dir() and _holds(path / name)]
+    return [name for name in folders_inside(path) if _holds(path / name)]
 
 
 def _holds(path: Place) -> bool:

@@ -27,7 +27,7 @@ from converters.formats.torch_save.reader import aliases_of, in_order, split
 from converters.names.canonical import plain_names, refuse_flat_parameters
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.places import map_ahead, names_in
+from converters.storage.places import folders_inside, map_ahead, names_in
 from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor
 
@@ -49,7 +49,7 @@ def _holds(path: Place) -> bool:
 
 def _models(path: Place) -> list[str]:
     """The folders of a step that hold a model each (`actor`, `critic`)."""
-    return [name for name in names_in(path) if (path / name).is_dir() and _holds(path / name)]
+    return [name for name in folders_inside(path) if _holds(path / name)]
 
 
 def _find(source: Source) -> list[Place] | None:

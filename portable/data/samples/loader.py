@@ -11,11 +11,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from converters.interrupts import without_interrupts
 from portable.data.samples.base import (
     IGNORED,
     PART_POSITIONS,
@@ -213,6 +215,8 @@ def _worker_batches(
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = copy.copy(multiprocessing.get_context("forkserver" if server else "spawn"))
     context.Event = partial(_Flag, context)
+    names = _SemaphoreNames(context)
+    context.Queue = names.make_queue
     # Linux kills the server when the thread that started it ends, so only the main thread may bind it.
     if server and threading.current_thread() is threading.main_thread():
         from multiprocessing.forkserver import _forkserver
@@ -221,6 +225,7 @@ def _worker_batches(
         others = [name for name in before if name != _PRELOAD]
         context.set_forkserver_preload([_PRELOAD, *others])
     return _raised(
+        names,
         DataLoader(
             _Feed(batch),
             sampler=_Listed(places),
@@ -229,14 +234,17 @@ def _worker_batches(
             pin_memory=pin_memory and torch.accelerator.is_available(),
             generator=torch.Generator(),  # the global one is reserved for dropout
             multiprocessing_context=context,
-        )
+        ),
     )
 
 
-def _raised(loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]:
+def _raised(names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]:
     """The batches of workers; what went wrong in one is raised here."""
-    batches = iter(loader)
-    while True:
+    with without_interrupts():
+        batches = iter(loader)
+    for number in count():
+        if number == loader.num_workers:  # each has returned a batch
+            names.unlink()
         try:
             batch = next(batches, None)
         except RuntimeError as error:
@@ -267,6 +275,30 @@ def _killed() -> RunError:
         "data.num_workers: a process that prepares batches was killed, most likely for lack of memory; free "
         "some or lower data.num_workers, and run the same command again"
     )
+
+
+class _SemaphoreNames:
+    """Names of the semaphores of the queues between a loader and its workers.
+
+    Workers open the semaphores by name. If all processes are killed, nothing removes the names from /dev/shm,
+    so they are removed as soon as every worker has opened its semaphores.
+
+    Args:
+        context: Context of ``multiprocessing`` that makes the queues.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._make = context.Queue
+        self._queues: list[Any] = []
+
+    def make_queue(self) -> Any:
+        """Make a queue and record it."""
+        self._queues.append(self._make())
+        return self._queues[-1]
+
+    def unlink(self) -> None:
+        """Remove the names. The semaphores remain usable."""
+        of_torch.unlink_semaphores(self._queues)
 
 
 class _Flag:

@@ -18,7 +18,7 @@ from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.listing import place_with
 from portable.data.sources.source import Shard, SourceSettings, TokenSource
 from portable.errors import UserError, one_line
-from portable.paths import read_json, storage_errors
+from portable.paths import check_folder, read_json, storage_errors
 from portable.temporary_folder import made_once
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class PreparedTokens(TokenSource):
     def of(cls, names: Sequence[str], settings: SourceSettings) -> PreparedTokens | None:
         for name in names:
             if (place := place_with(name, INDEX)) is not None:
+                if not in_store(place):
+                    check_folder("data.source", str(place))
                 if not settings.data.stream:
                     raise UserError(
                         f"data.source: {name} was written by portable-data; set data.stream: true"

@@ -11,7 +11,6 @@ The processes are plain children that run this file, so the program's main modul
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as ready
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from converters.interrupts import without_interrupts
 from portable.errors import RunError, UserError, one_line
 from portable.plugins import new_python
 
@@ -85,12 +85,13 @@ class Worker:
     def __init__(self, work: Callable[[Any], Any]) -> None:
         ours, theirs = Pipe()
         serving = "from portable.data.tokens.parallel import serve; serve()"
-        self._process = subprocess.Popen(
-            new_python(serving, str(theirs.fileno())),
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            stdin=subprocess.DEVNULL,
-        )
+        with without_interrupts():
+            self._process = subprocess.Popen(
+                new_python(serving, str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                stdin=subprocess.DEVNULL,
+            )
         theirs.close()
         self._connection = ours
         self._connection.send(work)
@@ -142,7 +143,6 @@ def serve() -> None:
     """The loop of a process."""
     global serves
     serves = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side ends, and this one with it
     connection = Connection(int(sys.argv[1]))
     try:
         work = connection.recv()

@@ -64,16 +64,19 @@ def load_tokenizer(
     Raises:
         UserError: if it cannot be loaded.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     check_settings("data.tokenizer", name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
     languages = {"src_lang": source_language, "tgt_lang": target_language}
     languages = {key: code for key, code in languages.items() if code is not None}
     try:
         # Without trust_remote_code, transformers asks on stdin.
-        return AutoTokenizer.from_pretrained(
+        loaded = AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
         )
+        if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of two, such as that of RAG
+            raise TypeError(f"{type(loaded).__name__} does not encode texts")
+        return loaded
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise UserError(

@@ -1,0 +1,95 @@
+"""Ctrl-C in a command and in the processes that it starts. Imports only fast modules."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells report it: 128 plus the number of SIGINT."""
+_MESSAGE = b"error: interrupted\n"
+
+
+def exit_on_interrupt() -> None:
+    """Exit at once on SIGINT, without a traceback.
+
+    For the start and the end of a process, where nothing has to be cleaned up. Handlers other than Python's
+    own are left unchanged.
+    """
+    if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit)
+
+
+@contextmanager
+def raise_once() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` at the first SIGINT and exit at the second.
+
+    A second `KeyboardInterrupt` would interrupt the cleanup after the first one, which then ends in a
+    traceback. Python discards a `KeyboardInterrupt` that it raises in a destructor or a callback, so this
+    exits as well.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not _is_main_thread() or before not in (signal.default_int_handler, _exit):
+        yield
+        return
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        if interrupted:
+            _exit()
+        interrupted = True
+        raise KeyboardInterrupt
+
+    hook = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            _exit()
+        hook(unraisable)
+
+    sys.unraisablehook = report
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Start child processes that never receive SIGINT.
+
+    Ctrl-C in a terminal signals every process of the command. Children inherit the mask of this thread, so
+    only this process handles the signal, and then ends its children.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if "multiprocessing" in sys.modules:
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()  # unblocks SIGINT when it starts the tracker
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _exit(*_: object) -> None:
+    with suppress(OSError):
+        os.write(2, _MESSAGE)
+    os._exit(INTERRUPTED)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,43 @@
+"""Entry points of the commands. Ctrl-C before and after the command ends the process without a traceback."""
+
+from __future__ import annotations
+
+from converters.interrupts import exit_on_interrupt
+from portable.ranks.ending import ends_with
+
+exit_on_interrupt()
+
+
+def train() -> int:
+    """Run ``portable-train``."""
+    from portable.cli import program
+
+    return ends_with(program())
+
+
+def convert() -> int:
+    """Run ``portable-convert``."""
+    from converters.cli import main
+
+    return ends_with(main())
+
+
+def report() -> int:
+    """Run ``portable-report``."""
+    from portable.reporting.html_report import main
+
+    return ends_with(main())
+
+
+def plan() -> int:
+    """Run ``portable-plan``."""
+    from portable.planner.cli import main
+
+    return ends_with(main())
+
+
+def data() -> int:
+    """Run ``portable-data``."""
+    from portable.commands.data import main
+
+    return ends_with(main())

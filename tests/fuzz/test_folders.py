@@ -1,0 +1,91 @@
+"""A sample of the hostile folders, and that the observers see what they are for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import observed
+from tests.fuzz.folders import KINDS, Fuzz, Scratch
+
+CASES = {"tokenizer": 12, "data": 12, "model": 4, "processor": 4, "run": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_read_hostile_folders(kind: str, tmp_path: Path) -> None:
+    fuzz = Fuzz(kind, tmp_path / "scratch", seed=1)
+    try:
+        assert [case for number in range(CASES[kind]) for case in fuzz.run(number)] == []
+    finally:
+        fuzz.observer.close()
+
+
+def copy_by_program(scratch: Scratch) -> int:
+    subprocess.run(["cp", scratch.outside / "notes.zip", scratch.out / "copy"], check=True)
+    return 0
+
+
+def read_environment(scratch: Scratch) -> int:
+    return len(Path("/proc/self/environ").read_bytes()) * 0
+
+
+def list_outside(scratch: Scratch) -> int:
+    return len(os.listdir(scratch.outside)) * 0  # noqa: PTH208
+
+
+def print_secret(scratch: Scratch) -> int:
+    print(observed.MARKER)
+    return 0
+
+
+def write_outside(scratch: Scratch) -> int:
+    (scratch.root / "new").touch()
+    return 0
+
+
+def wait_for_pipe(scratch: Scratch) -> int:
+    os.mkfifo(scratch.out / "pipe")
+    return len((scratch.out / "pipe").read_bytes())
+
+
+def compute_for_ever(scratch: Scratch) -> int:
+    while True:
+        pass
+
+
+def fail(scratch: Scratch) -> int:
+    raise RuntimeError("a fault")
+
+
+FAULTS: dict[Callable[[Scratch], int], str] = {
+    copy_by_program: "opened .*notes.zip .inotify",
+    read_environment: "open /proc/self/environ",
+    list_outside: "os.listdir",
+    print_secret: "printed a secret",
+    write_outside: "wrote ",
+    wait_for_pipe: "exit code blocked",
+    compute_for_ever: "exit code used",
+    fail: "a traceback",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_observers_report_each_fault(
+    fault: Callable[[Scratch], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observed, "LONGEST", 1.0)
+    scratch = Scratch(tmp_path / "scratch")
+    scratch.out.mkdir()
+    observer = scratch.observer()
+    try:
+        assert observer.run(lambda: 0)[1] == []
+        promises = observer.run(lambda: fault(scratch))[1]
+        assert any(re.match(FAULTS[fault], promise) for promise in promises), promises
+    finally:
+        observer.close()

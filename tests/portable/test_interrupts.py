@@ -1,0 +1,200 @@
+"""Ctrl-C at any moment: no traceback, the exit code of a shell, no process and no semaphore left."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ranks import wait_for
+from tests.runs import tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AT_MOST = 120.0
+INTERRUPTED, STOPPED = 130, 75
+
+
+def start(tmp_path: Path, entry: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own, as a terminal does."""
+    code = f"import sys; from portable.entry_points import {entry}; sys.exit({entry}())"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=(tmp_path / "errors").open("w"),
+        text=True,
+        start_new_session=True,
+    )
+
+
+def interrupt(process: subprocess.Popen[str], times: int) -> None:
+    """Signal the whole group, as Ctrl-C does."""
+    for _ in range(times):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.1)
+
+
+def semaphores() -> set[str]:
+    """Return the named semaphores of the system."""
+    return {path.name for path in Path("/dev/shm").glob("sem.mp-*")}
+
+
+def mapped_semaphores(group: int) -> set[str]:
+    """Return the named semaphores that a process group has open and that still have their names."""
+    names = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if os.getpgid(int(path.parent.name)) == group:
+                names |= {line.split("/")[-1] for line in path.read_text().splitlines() if "sem.mp-" in line}
+        except (OSError, ValueError):
+            continue
+    return {name for name in names if "(deleted)" not in name}
+
+
+def flags_of(folder: Path, corpus: Path, **more: Any) -> list[str]:
+    settings = tiny(folder, corpus, train__steps=100_000, data__num_workers=1, **more)
+    return [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()
+    ]
+
+
+MOMENTS: dict[str, tuple[int, int, Callable[[Path, Path], bool]]] = {
+    "imports": (1, 2, lambda run, errors: True),
+    "imports of ranks": (2, 3, lambda run, errors: "starting" in errors.read_text() or run.exists()),
+    "training": (1, 5, lambda run, errors: (run / "checkpoints" / "step-000004").exists()),
+    "training of ranks": (2, 3, lambda run, errors: (run / "checkpoints" / "step-000004").exists()),
+}
+"""Ranks, the number of signals, and the condition that is waited for."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_repeated_ctrl_c_ends_without_a_traceback(moment: str, tmp_path: Path, corpus: Path) -> None:
+    ranks, times, condition = MOMENTS[moment]
+    run, errors = tmp_path / "run", tmp_path / "errors"
+    process = start(tmp_path, "train", *flags_of(run, corpus), "--nproc", str(ranks))
+    wait_for(lambda: condition(run, errors) or process.poll() is not None)
+    time.sleep(0.3)
+    interrupt(process, times)
+    code = process.wait(AT_MOST)
+    text = errors.read_text()
+    assert code in (INTERRUPTED, STOPPED), text
+    assert "Traceback" not in text and "KeyboardInterrupt" not in text
+    wait_for(lambda: not mapped_semaphores(process.pid))
+    if times > 1 and moment == "training":
+        assert code == INTERRUPTED
+
+
+@pytest.mark.slow
+def test_killed_runs_leave_no_semaphore(tmp_path: Path, corpus: Path) -> None:
+    """Neither the run nor the process that tracks its resources gets to remove them."""
+    run = tmp_path / "run"
+    process = start(tmp_path, "train", *flags_of(run, corpus))
+    wait_for(lambda: (run / "checkpoints" / "step-000004").exists() or process.poll() is not None)
+    assert process.poll() is None, (tmp_path / "errors").read_text()
+    opened = mapped_semaphores(process.pid)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(AT_MOST)
+    assert not opened & semaphores()
+
+
+# -- calls that hand a stranger's file to a library ----------------------------------------------------------
+
+READERS = frozenset(
+    [
+        "from_pretrained",
+        "load_dataset",
+        "load_dataset_builder",
+        "load_from_disk",
+        "hf_hub_download",
+        "snapshot_download",
+        "for_model",
+        "compiled_template",
+        "generation_of_config",
+        "memmap",
+        "ParquetFile",
+        "safe_open",
+        "load_file",
+        "import_module",
+        "exec_module",
+        "run_path",
+        "run_module",
+    ]
+)
+"""Functions of libraries that open files by the names in other files, or run code."""
+_MODULES = frozenset({"yaml", "pickle", "torch", "Image", "np", "numpy"})
+"""Modules whose `load`, `safe_load`, `open`, ... read a file of any content."""
+_LOADERS = frozenset({"load", "loads", "safe_load", "unsafe_load", "compose", "full_load"})
+DOORS: dict[str, str] = {
+    "converters/config_and_tokenizer_files.py": "an ID of the Hub; the files are copied, not interpreted",
+    "converters/formats/__init__.py": "names of this package's modules",
+    "converters/lazy.py": "names of this package's modules",
+    "converters/storage/credentials.py": "names of libraries in the source",
+    "converters/writers/targets.py": "names of this package's modules",
+    "portable/adapters/settings.py": "check_folder; the JSON is read by this project",
+    "portable/cli.py": "names of this package's modules",
+    "portable/config/importing/deepspeed.py": "names of libraries in the source",
+    "portable/config/yaml_text.py": "a loader without tags, which counts the values of aliases",
+    "portable/data/sources/hub_dataset.py": "check_hub_card; saved datasets: check_folder",
+    "portable/data/sources/hub_files.py": "check_folder, and the check of the card",
+    "portable/data/sources/library.py": "one .csv file that open_file has opened; its name is escaped",
+    "portable/data/sources/parquet_rows.py": "a file that open_file has opened",
+    "portable/data/sources/sharded_tokens.py": "name_inside of each file, and check_folder",
+    "portable/data/sources/token_files.py": "open_file of the same path, with its size",
+    "portable/data/tokens/cache.py": "files of the cache",
+    "portable/data/tokens/rendering.py": "transformers' sandbox, in a process with limits",
+    "portable/data/tokens/tokenizer.py": "check_settings",
+    "portable/losses/preferences.py": "check_settings, in find_pretrained_class",
+    "portable/model/build.py": "check_settings; model.config is the user's",
+    "portable/model/pretrained.py": "check_settings, in model_config, which runs before",
+    "portable/model/special_tokens.py": "check_settings, in model_config, which runs before",
+    "portable/planner/device_lookup.py": "a file of this package",
+    "portable/planner/hours.py": "names of libraries in the source",
+    "portable/plugins.py": "an import path that the user's config names",
+    "portable/private/__init__.py": "names of libraries in the source",
+    "portable/private/of_transformers.py": "check_settings, in model_config, which runs before",
+    "portable/registry.py": "names of this package's modules",
+    "portable/untrusted_settings.py": "the check itself",
+    "tpu/compile/child.py": "standard input, from the parent process",
+}
+"""Modules that may call them, and the check before the call."""
+
+
+def find_readers(path: Path) -> set[str]:
+    """Return the calls in a source file that read a file of any content."""
+    calls = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Attribute):
+            owner = function.value.id if isinstance(function.value, ast.Name) else ""
+            loads = function.attr in _LOADERS or (owner == "Image" and function.attr == "open")
+            if function.attr in READERS or (owner in _MODULES and loads):
+                calls.add(ast.unparse(function))
+        elif isinstance(function, ast.Name) and function.id in READERS:
+            calls.add(function.id)
+    return calls
+
+
+def test_only_checked_modules_hand_files_to_libraries() -> None:
+    """A new call needs a row in DOORS that names its check."""
+    root = Path(__file__).parents[2]
+    sources = [
+        path
+        for package in ("portable", "converters", "gpu", "tpu")
+        for path in (root / package).rglob("*.py")
+    ]
+    callers = {str(path.relative_to(root)): calls for path in sources if (calls := find_readers(path))}
+    assert {name: calls for name, calls in callers.items() if name not in DOORS} == {}
+    assert set(DOORS) - set(callers) == set()
