@@ -18,7 +18,6 @@ from portable.model.published import collapse_numbers
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.reporting.card import CARD, model_card, usage
-from portable.reporting.html_report import write_report
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
 from portable.temporary_folder import scratch_folder
@@ -64,6 +63,9 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     ]
     if (moved := _moved(prepared, restored)) is not None:
         rows.append(("moved", moved))
+    rows.append(("report", f"{prepared.resolved.place / REPORT_FILE}, updated at evaluations and saves"))
+    if restored.changes:
+        rows.append(("changed", "; ".join(change.arrow for change in restored.changes)))
     hints = shape_hints(
         prepared.model_config,
         tokens=plan.micro_batch_size * config.data.seq_len,
@@ -188,13 +190,8 @@ def finish(
             reporter.say(f"note: these files of the base model were not copied: {files}")
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
-    try:
-        if any("loss" in row for row in read_metrics(folder)):
-            for warning in write_report([folder], folder / REPORT_FILE):
-                reporter.say(f"warning: {warning}")
-            places.append(("report", str(place / REPORT_FILE)))
-    except Exception as error:  # the run is complete without its report
-        reporter.say(f"warning: the run's report could not be written: {one_line(error)}")
+    if (folder / REPORT_FILE).exists():
+        places.append(("report", str(place / REPORT_FILE)))
     if profiler is not None:
         trace = str(place / profiler.path.relative_to(folder).as_posix())
         places.append(("profile", trace if profiler.written else "too few steps for one"))

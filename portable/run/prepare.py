@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from converters.writers.parallel import cores
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import batch_plan, total_steps
+from portable.config.origins import shown
 from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
@@ -209,6 +210,9 @@ def notes_on(
         data: how much there is.
     """
     lines = [f"note: {note}" for note in backend_package(resolved.config.backend).notes(resolved.config)]
+    if resolved.unset:
+        values = ", ".join(f"{key}: {shown(value)}" for key, value in resolved.unset.items())
+        lines.append(f"note: the run in {resolved.place} keeps its settings that are not set here: {values}")
     if assembled.aligned:
         taken = "; ".join(assembled.aligned)
         lines.append(f"note: the model takes over the tokenizer's special tokens: {taken}")
