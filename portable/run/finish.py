@@ -20,6 +20,7 @@ from portable.paths import FINAL, REPORT_FILE
 from portable.reporting.card import CARD, model_card, usage
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
+from portable.run.length import describe_length
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
             f"{human_count(plan.micro_batch_size, 'sequence')}{auto}",
         ),
     ]
+    rows.append(("steps", describe_length(config, prepared.steps, _count_samples(prepared))))
     if (moved := _moved(prepared, restored)) is not None:
         rows.append(("moved", moved))
     rows.append(("report", f"{prepared.resolved.place / REPORT_FILE}, updated at evaluations and saves"))
@@ -75,6 +77,11 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
     return "\n".join([start, table(rows, columns(sys.stderr)), *begun, *hints])
+
+
+def _count_samples(prepared: Prepared) -> int | None:
+    """Return the samples of one epoch. None for streams, whose length is not known."""
+    return None if prepared.data.streams else prepared.data.train.epoch_samples
 
 
 def _moved(prepared: Prepared, restored: Restored) -> str | None:

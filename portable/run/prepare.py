@@ -29,6 +29,7 @@ from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
 from portable.run.evaluation import judge_of
+from portable.run.length import warn_of_few_steps
 from portable.run.resolve import on_device
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
@@ -245,6 +246,8 @@ def notes_on(
             f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"
         )
+    if (few := warn_of_few_steps(resolved.config, data.train_samples, resolved.world)) is not None:
+        lines.append(f"warning: {few}")
     step = resolved.config.train.global_batch_size
     if data.train_samples is not None and 0 < data.train_samples < step:
         lines.append(
