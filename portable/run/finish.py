@@ -211,7 +211,14 @@ def finish(
     reporter.say(reporter.summary(places))
     if final is not None:
         grown = prepared.adapter is not None and prepared.adapter.rows is not None
-        uses = usage(prepared.config, str(final), prepared.model_config.model_type, grown=grown)
+        uses = usage(
+            prepared.config,
+            str(final),
+            prepared.model_config.model_type,
+            prepared.architecture,
+            grown=grown,
+            chat=_is_chat_model(prepared),
+        )
         reporter.say("\n" + table(uses))
     for line in missing:
         reporter.say(f"warning: {line}")
@@ -219,6 +226,11 @@ def finish(
         reporter.say(f"stopped at step {run.step} of {prepared.steps}, as train.stop_after says")
     if uploads is not None:  # it kept some from being deleted
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
+
+
+def _is_chat_model(prepared: Prepared) -> bool:
+    """Return whether the model was trained on conversations in its tokenizer's chat template."""
+    return prepared.data.end_of_turn is not None and bool(prepared.data.tokenizer.chat_template)
 
 
 def _list_untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
@@ -275,6 +287,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         metrics=rows,
         copied=copied,
         missing=[*missing, *dropped],
+        chat=_is_chat_model(prepared),
     )
     with scratch_folder("portable-card") as temporary:
         card = temporary / CARD
