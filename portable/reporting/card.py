@@ -86,9 +86,9 @@ def model_card(
         [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
     )
     settings += [(key, config.get(key)) for key in _SETTINGS]
-    where = config.hub.repo or _HERE
+    location = config.hub.repo or _HERE
     grown = rows is not None
-    commands = usage(config, where, model_type, architecture, base=base, grown=grown, chat=chat)
+    commands = usage(config, location, model_type, architecture, base=base, grown=grown, chat=chat)
     shown = [
         f"| `{key}` | {_shown(value)} |"
         for key, value in settings
@@ -321,8 +321,8 @@ def usage(
         opens, loader = False, architecture  # a composite model, which the pipeline does not open
     if opens:
         prompt = _CHAT_PROMPT if chat and task == "causal-lm" else ASKED[task]
-        made = f"pipeline('{kind}', {loaded!r}{option})"
-        code = f"from transformers import pipeline; p = {made}; print(p({prompt}))"
+        constructor = f"pipeline('{kind}', {loaded!r}{option})"
+        code = f"from transformers import pipeline; p = {constructor}; print(p({prompt}))"
     else:
         code = f"from transformers import {loader} as M; print(M.from_pretrained({loaded!r}{option}))"
     registered = custom and not trust
