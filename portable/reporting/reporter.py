@@ -74,6 +74,7 @@ class Reporter(Callback):
         self._main = backend.rank == 0
         self._has_logged = self._has_warned = False
         self._next_report = 0.0
+        self._streams = bool(prepared.data.streams)
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
         self._metrics: MetricsFile | None = None
@@ -138,10 +139,8 @@ class Reporter(Callback):
         # Before the first log the queue had to be filled.
         if share > _LONG_WAIT and self._has_logged and not self._has_warned:
             self._has_warned = True
-            self.say(
-                f"warning: steps wait for data {share:.0%} of the time (data_wait); raise data.num_workers; "
-                "a stream needs more cores"
-            )
+            remedy = "raise data.num_workers" + (", or use more CPU cores" if self._streams else "")
+            self.say(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")
         self._has_logged = True
         return share
 
