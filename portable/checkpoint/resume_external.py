@@ -71,16 +71,6 @@ class AdoptedCheckpoint:
             )
 
 
-def refuse_resume_step(config: RunConfig) -> None:
-    """Raise UserError if a step or sample count is set for a checkpoint that stores them."""
-    for name in ("resume_step", "resume_samples"):
-        if getattr(config.checkpoint, name) is not None:
-            raise UserError(
-                f"checkpoint.{name}: {config.checkpoint.resume} is a checkpoint of this program and stores "
-                "its step and samples; remove this setting"
-            )
-
-
 def adopt_checkpoint(
     external: ExternalCheckpoint, config: RunConfig, model: nn.Module, rate: Callable[[int], float]
 ) -> AdoptedCheckpoint:

@@ -28,6 +28,7 @@ from portable.registry import create_backend
 from portable.run.callbacks import callback_order
 from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
+from portable.run.length import describe_length
 from portable.run.prepare import notes_on
 from portable.run.resolve import first_plan, on_device
 from portable.terminal import tell
@@ -134,7 +135,12 @@ def _plan_rows(
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
-        ("steps", _unknown_steps(config, data) if steps is None else f"{steps:,}"),
+        (
+            "steps",
+            _unknown_steps(config, data)
+            if steps is None
+            else describe_length(config, steps, data.train_samples),
+        ),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         ("beside each step", ", ".join(callback_order(config))),
         *begun,

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from converters.console import say
 from portable.adapters.assemble import assemble
+from portable.batch_plan import total_steps
 from portable.data.preview import in_words, preview
 from portable.errors import UserError
+from portable.formatting import human_count
 from portable.model import build as models
 from portable.model.special_tokens import SpecialTokens
+from portable.run.length import describe_length, warn_of_few_steps
 from portable.run.prepare import open_data
 from portable.terminal import tell
 
@@ -33,6 +36,14 @@ def show_data(resolved: Resolved, count: int) -> int:
         raise UserError("--show-data: shows how texts become samples, and data.source gives finished ones")
     for warning in data.sizes.warnings:
         tell(f"warning: {warning}")
+    shown = preview(data, count, config.seed)
+    samples = None if data.streams else data.train.epoch_samples
+    steps = total_steps(config, samples or 0)
+    shown.facts["steps"] = describe_length(config, steps, samples)
+    if data.eval is not None:
+        shown.facts["held out"] = human_count(len(data.eval), "sample")
+    if (few := warn_of_few_steps(config, samples, resolved.world)) is not None:
+        tell(f"warning: {few}")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    say(in_words(preview(data, count, config.seed), color=color), coloured=color)
+    say(in_words(shown, color=color), coloured=color)
     return 0

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from portable.config.arguments import Invocation, parse_args
     from portable.config.load import load_config
     from portable.config.run_config import RunConfig
-    from portable.config.same_run import difference
+    from portable.config.same_run import find_changes
     from portable.config.yaml_text import dump_yaml
 
 __all__ = [
     "Invocation",
     "RunConfig",
-    "difference",
     "dump_yaml",
+    "find_changes",
     "load_config",
     "parse_args",
 ]

@@ -72,6 +72,8 @@ class TrainOptions(CommandOptions):
     micro-batch, sample, module and parameters. Writes nothing."""
     resume_info: PathText = ""
     """Describe a checkpoint and a run that resumes from it."""
+    allow_changes: Flag = False
+    """Continue the run in output_dir with changed settings (checkpoint.allow_changes)."""
     profile: Flag = False
     """Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."""
     quiet: Flag = False
@@ -142,8 +144,13 @@ def read_command(
     if given.pop("version", False):
         say(version_line())
         raise SystemExit(0)
-    if given.pop("quiet", False):
-        parsed.overrides.append(flags.Override(("log", "quiet"), True, "--quiet"))
+    for name, section, setting in (
+        ("quiet", "log", "quiet"),
+        ("allow_changes", "checkpoint", "allow_changes"),
+    ):
+        if given.pop(name, False):
+            switch = f"--{name.replace('_', '-')}"
+            parsed.overrides.append(flags.Override((section, setting), True, switch))
     accelerate = []
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # every launcher of Accelerate sets it
         from portable.config.importing.importer import read_environment

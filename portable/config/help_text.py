@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters.commands import exit_codes
 from portable.config import keys
 from portable.config.flags import open_mapping
+from portable.config.same_run import ADJUSTABLE
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
 
@@ -28,7 +29,8 @@ _NOTE = (
     "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
     "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
     "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and "
-    "${VAR} as a shell does. Marked *: must not change between launches of a run."
+    "${VAR} as a shell does. Marked *: must not change between launches of a run; marked **: only with "
+    "--allow-changes."
 )
 
 
@@ -106,7 +108,8 @@ def _section(name: str, about: str, table: dict[str, keys.Setting], width: int) 
 
 
 def _setting(setting: keys.Setting, width: int) -> str:
-    head = f"  --{setting.key}{'*' if setting.identity else ''}  [{default_text(setting.default)}]"
+    mark = ("**" if setting.key in ADJUSTABLE else "*") if setting.identity else ""
+    head = f"  --{setting.key}{mark}  [{default_text(setting.default)}]"
     body = f"{setting.description} ({setting.allowed})"
     first, *more = textwrap.wrap(
         head.strip(), width - 2, subsequent_indent=_INDENT[2:], break_on_hyphens=False

@@ -15,6 +15,7 @@ from typing import Any
 from portable.config import keys
 from portable.config.help_text import default_text
 from portable.config.run_config import RunConfig
+from portable.config.same_run import ADJUSTABLE
 from portable.config.sections import SourceConfig
 from portable.errors import one_line
 
@@ -38,13 +39,20 @@ def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
     of_sources = {f"data.{name}" for name in SourceConfig.model_fields}
     # Two columns, which a phone can show. The link is to the row itself.
     rows = [
-        f'| <a id="{s.key}" href="#{s.key}">`{s.key}`</a>{" †" * s.identity}{" ‡" * (s.key in of_sources)}'
+        f'| <a id="{s.key}" href="#{s.key}">`{s.key}`</a>{_mark(s)}{" ‡" * (s.key in of_sources)}'
         f"<br>{_cell(s.allowed)}<br>default: {_default(s)} "
         f"| {_cell(s.description)} |"
         for s in settings
     ]
     head = ["| setting | what it does |", "| --- | --- |"]
     return "\n".join([f"## {title}", "", *([about, ""] if about else []), *head, *rows, ""])
+
+
+def _mark(setting: keys.Setting) -> str:
+    """Return the mark of a setting that defines the run."""
+    if not setting.identity:
+        return ""
+    return " ††" if setting.key in ADJUSTABLE else " †"
 
 
 def _cell(text: str) -> str:

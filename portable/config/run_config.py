@@ -130,6 +130,10 @@ class RunConfig(Section):
         section, attribute = self._located(key)
         return attribute in section.model_fields_set
 
+    def is_set_or_put(self, key: str) -> bool:
+        """Return whether ``key`` has a value from the user, or from a file or machine (:meth:`replaced`)."""
+        return self.is_set(key) or key in self._put
+
     def given(self) -> dict[str, Any]:
         """The settings that the user has set, by dotted key."""
         return {key: self.get(key) for key in keys.settings(type(self)) if self.is_set(key)}

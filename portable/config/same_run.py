@@ -1,7 +1,8 @@
-"""Whether two configs describe the same run."""
+"""The settings in which two configs describe different runs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
@@ -11,38 +12,152 @@ from portable.config.run_config import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+ADJUSTABLE = frozenset(
+    f"train.{name}"
+    for name in (
+        "steps",
+        "epochs",
+        "global_batch_size",
+        "label_smoothing",
+        "z_loss",
+        "neftune_noise_alpha",
+        "dropout",
+        "muon_momentum",
+        "muon_rate",
+        "adafactor_rule",
+        "betas",
+        "eps",
+        "learning_rate",
+        "min_learning_rate_ratio",
+        "schedule",
+        "schedule_params",
+        "warmup_steps",
+        "warmup_ratio",
+        "weight_decay",
+        "parameter_groups",
+        "max_grad_norm",
+    )
+)
+"""Settings that define a run and may still change while it is trained, with ``checkpoint.allow_changes``.
+
+Weights, optimizer state and position in the data keep their meaning when one of them changes."""
+_TENSORS = ("data.added_tokens", "train.optimizer", "train.trainable", "train.frozen")
+"""Settings outside the sections model and adapter that decide which tensors a checkpoint has."""
+LENGTH = ("train.steps", "train.epochs")
+"""Settings for the length of a run. Only one of them is used."""
+_ALTERNATIVES = (LENGTH, ("train.warmup_steps", "train.warmup_ratio"))
 _MISSING = object()
 
 
-def difference(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[str]:
-    """The settings that differ between two runs, one line each: ``train.steps: 200 and 300``.
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs between two runs.
 
-    Takes configs or their fingerprints, also from JSON. A key missing in a fingerprint of an older release
-    counts as its default. The result is empty for the same run.
+    Attributes:
+        key: Dotted key, or the key of an item of a mapping, such as ``model.config.hidden_size``.
+        setting: Dotted key of the setting in the schema.
+        before: Value in the first run as text.
+        after: Value in the second run as text.
     """
-    left, right = _flat(a), _flat(b)
-    lines = []
+
+    key: str
+    setting: str
+    before: str
+    after: str
+
+    @property
+    def adjustable(self) -> bool:
+        """Whether the setting may change while the run is trained."""
+        return self.setting in ADJUSTABLE
+
+    @property
+    def arrow(self) -> str:
+        """The change in the form ``train.steps 200 → 300``."""
+        return f"{self.key} {self.before} → {self.after}"
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} and {self.after}"
+
+
+def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[Change]:
+    """Find the settings that define a run and differ between two runs.
+
+    A key that is missing in the fingerprint of an older release counts as its default.
+
+    Args:
+        a: Config of the first run, or its fingerprint.
+        b: Config of the second run, or its fingerprint.
+
+    Returns:
+        The changes in the order of the schema. Empty for the same run.
+    """
+    left, right = _flatten(a), _flatten(b)
+    changes = []
     for key in dict.fromkeys([*left, *right]):
-        one, other = left.get(key, _MISSING), right.get(key, _MISSING)
-        if one != other:
-            lines.append(f"{key}: {_shown(one)} and {_shown(other)}")
-    return lines
+        setting, before = left.get(key, (None, _MISSING))
+        other, after = right.get(key, (None, _MISSING))
+        if before != after:
+            changes.append(Change(key, setting or other or key, _show(before), _show(after)))
+    return changes
 
 
-def _flat(run: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint with dotted keys for its mappings, so that they are compared one by one."""
+def may_change_in_new_folder(change: Change) -> bool:
+    """Return whether a run in another folder may differ in the setting from the checkpoint it starts from.
+
+    The model, its vocabulary, the trained parameters and the kind of optimizer state may not differ, because
+    the tensors of the checkpoint would have another meaning.
+    """
+    section = change.setting.partition(".")[0]
+    return section not in ("model", "adapter") and change.setting not in _TENSORS
+
+
+def extends(a: RunConfig, b: RunConfig) -> bool:
+    """Return whether ``b`` is the same run as ``a`` with more steps or epochs."""
+    changes = find_changes(a, b)
+    if not changes or any(change.setting not in LENGTH for change in changes):
+        return False
+    return all((b.get(key) or 0) >= (a.get(key) or 0) for key in LENGTH)
+
+
+def find_unset_changes(existing: RunConfig, config: RunConfig) -> dict[str, Any]:
+    """Find the adjustable settings that only differ because ``config`` does not set them.
+
+    Args:
+        existing: Config of a run that has begun.
+        config: Config of a launch that continues it.
+
+    Returns:
+        Values of the existing run by key. A setting is left out if its alternative is set, such as
+        ``train.epochs`` for ``train.steps``.
+    """
+    values = {}
+    for key in sorted(ADJUSTABLE):
+        alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
+        if any(map(config.is_set_or_put, alternatives)):
+            continue
+        if config.get(key) != existing.get(key):
+            values[key] = existing.get(key)
+    return values
+
+
+def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Give each item of a mapping in a fingerprint a dotted key, so that items are compared one by one.
+
+    Returns:
+        ``(setting, value)`` by dotted key.
+    """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.settings(RunConfig).items():
         if setting.identity:
             values.setdefault(key, keys.plain(setting.default))
-    flat: dict[str, Any] = {}
+    flat: dict[str, tuple[str, Any]] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat.update({f"{key}.{name}": item for name, item in value.items()})
+            flat.update({f"{key}.{name}": (key, item) for name, item in value.items()})
         elif value is not None:
-            flat[key] = value
+            flat[key] = (key, value)
     return flat
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return "not set" if value is _MISSING else shown(value)

@@ -645,6 +645,9 @@ class CheckpointConfig(Section):
     """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder
     with checkpoints. Or, while output_dir has none, the path or URL of a checkpoint to start from, this
     program's or another's (docs/moving.md)."""
+    allow_changes: Flag = False
+    """Continue the run in output_dir although settings of the optimizer or the schedule have changed, such as
+    train.learning_rate. More train.steps or train.epochs need no permission."""
     resume_step: Steps | None = None
     """Optimizer steps that count as done at another program's checkpoint in checkpoint.resume. The schedule
     continues from there; 0 restarts it. Null: the checkpoint's own count."""

@@ -300,6 +300,8 @@ def build_metrics(names: Sequence[str] | None, setting: Setting) -> MetricSet:
     # Predictions need all logits, which a loss of the user's may do without.
     default = () if setting.user_loss else known
     for name in default if names is None else names:
+        if name == "loss":  # every evaluation has it
+            continue
         if ":" in name:
             metrics[name] = user_metric(name)
         elif name in known:

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.storage.safe_open import LinkError, read_small
-from portable.config import difference, load_config
+from portable.checkpoint.store import checkpoints_of
+from portable.checkpoint.trainer_state import TrainerState
+from portable.config import find_changes, load_config
 from portable.config.load import MAX_BYTES
+from portable.config.same_run import extends, may_change_in_new_folder
 from portable.errors import UserError, one_line
-from portable.paths import CONFIG_FILE, exists, storage_errors
+from portable.paths import CONFIG_FILE, FINAL, exists, storage_errors
 
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from portable.config import RunConfig
+    from portable.config.same_run import Change
 
 PREVIEW_FILE = "data_samples.json"
 """Samples to look at."""
@@ -78,11 +82,66 @@ def _digest(path: Place) -> str | None:
 
 
 def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> None:
-    """Raise UserError if the existing run differs from ``config`` in a setting that defines the run."""
-    if existing.config is not None and (changed := difference(existing.config, config)):
-        others = len(changed) - 1
-        more = f"; {others} more {'settings differ' if others > 1 else 'setting differs'}" if others else ""
+    """Check that a launch may continue the run in ``folder``.
+
+    A run may become longer. Other settings of the optimizer and the schedule may change with
+    ``checkpoint.allow_changes``. A run that has written neither a checkpoint nor a model may be replaced.
+
+    Args:
+        folder: Output folder.
+        existing: The run in it.
+        config: Resolved config of the launch.
+
+    Raises:
+        UserError: If a setting differs that may not.
+    """
+    if existing.config is None:
+        return
+    changes = find_changes(existing.config, config)
+    newest = checkpoints_of(folder).latest() if changes else None
+    if not changes or (newest is None and not (folder / FINAL).exists()):
+        return
+    if fixed := [change for change in changes if not change.adjustable]:
         raise UserError(
-            f"output_dir: {folder} has another run ({changed[0]}{more}); "
-            "choose another folder, or delete this one to start over"
+            f"output_dir: {folder} has another run ({_summarize(fixed)}); choose another output_dir"
+            + _explain_branch(fixed, newest)
+        )
+    if not (config.checkpoint.allow_changes or extends(existing.config, config)):
+        raise UserError(
+            f"output_dir: {folder} has a run with other settings ({_summarize(changes)}); add "
+            "--allow-changes to continue it with the new settings, or choose another output_dir"
+            + _explain_branch(changes, newest)
+        )
+    if newest is not None:
+        _check_position(newest, changes, config)
+
+
+def _summarize(changes: list[Change]) -> str:
+    others = len(changes) - 1
+    more = f"; {others} more {'settings differ' if others > 1 else 'setting differs'}" if others else ""
+    return f"{changes[0]}{more}"
+
+
+def _explain_branch(changes: list[Change], newest: Place | None) -> str:
+    if newest is None or not all(may_change_in_new_folder(change) for change in changes):
+        return ""
+    return f" and start there from this run with --checkpoint.resume {newest}"
+
+
+def _check_position(newest: Place, changes: list[Change], config: RunConfig) -> None:
+    """Raise UserError if the run has passed the end of the new schedule, or its end is not known in steps."""
+    with storage_errors("output_dir"):
+        state = TrainerState.read(newest)
+    train = config.train
+    if train.epochs is None:
+        assert train.steps is not None  # the schema requires one of the two
+        if train.steps < state.step:
+            raise UserError(
+                f"train.steps: {newest} is at step {state.step}, after the last of {train.steps}; set it to "
+                f"{state.step} to end the run there, or higher"
+            )
+    elif any(change.key == "train.global_batch_size" for change in changes):
+        raise UserError(
+            "train.epochs: steps of different train.global_batch_size cannot be counted in epochs; set "
+            f"train.steps instead, counting from the start of the run ({newest} is at step {state.step})"
         )

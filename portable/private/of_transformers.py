@@ -273,6 +273,14 @@ def model_types() -> list[str]:
     return list(CONFIG_MAPPING_NAMES)
 
 
+def causal_lm_class(model_type: str) -> str | None:
+    """Return the name of the class that ``AutoModelForCausalLM`` opens for a model type, or None."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name if isinstance(name, str) else None
+
+
 def repeated_layers(model: nn.Module) -> set[str]:
     """The class names of layers that must stay on one device."""
     return {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}

@@ -16,6 +16,7 @@ from portable.adapters.settings import KINDS
 from portable.config import keys
 from portable.config.sources import training_sources
 from portable.config.yaml_text import as_yaml
+from portable.private.of_transformers import causal_lm_class, model_types
 from portable.reporting.metrics import is_evaluation
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def model_card(
     metrics: Sequence[Mapping[str, Any]],
     copied: Sequence[str] = (),
     missing: Sequence[str] = (),
+    chat: bool = False,
 ) -> str:
     """The text of the card.
 
@@ -69,6 +71,7 @@ def model_card(
         metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
         copied: Names of tensors that were copied from the base model without training.
         missing: Names of the base model's tensors that the export lacks.
+        chat: Whether the model was trained on conversations, so that it is asked with messages.
     """
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
@@ -83,7 +86,9 @@ def model_card(
         [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
     )
     settings += [(key, config.get(key)) for key in _SETTINGS]
-    commands = usage(config, config.hub.repo or _HERE, model_type, base=base, grown=rows is not None)
+    location = config.hub.repo or _HERE
+    grown = rows is not None
+    commands = usage(config, location, model_type, architecture, base=base, grown=grown, chat=chat)
     shown = [
         f"| `{key}` | {_shown(value)} |"
         for key, value in settings
@@ -256,6 +261,8 @@ ASKED = {
     "masked-lm": "'Once upon a ' + p.tokenizer.mask_token",
 }
 """What to ask the pipelines that transformers has."""
+_CHAT_PROMPT = "[{'role': 'user', 'content': 'Write a short story.'}]"
+"""What to ask a model that was trained on conversations, in the form of transformers' pipelines."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What ``vllm serve --max-lora-rank`` takes."""
 
@@ -266,16 +273,30 @@ def is_adapter(config: RunConfig) -> bool:
 
 
 def usage(
-    config: RunConfig, where: str, model_type: str, *, base: str | None = None, grown: bool = False
+    config: RunConfig,
+    where: str,
+    model_type: str,
+    architecture: str,
+    *,
+    base: str | None = None,
+    grown: bool = False,
+    chat: bool = False,
 ) -> list[tuple[str, str]]:
-    """What can be done with an export, and the command for each.
+    """List what can be done with an exported model, with the command for each.
+
+    Programs that cannot open the model are left out.
 
     Args:
-        config: of the run.
-        where: the export, as a path, a URL or a name on the hub.
-        model_type: transformers' name of its kind.
-        base: what stands for the base model; None for its path or name.
-        grown: whether the embeddings have more rows than the base's.
+        config: Config of the run.
+        where: The export, as a path, a URL or a name on the hub.
+        model_type: Model type in its ``config.json``.
+        architecture: Class of the model.
+        base: Text for the base model in the commands. None for its path or name.
+        grown: Whether the embeddings have more rows than the base model's.
+        chat: Whether the model was trained on conversations, so that it is asked with messages.
+
+    Returns:
+        ``(program or purpose, command)`` pairs.
     """
     task, name = config.model.task, str(config.model.name_or_path)
     of_base = shlex.quote(base or name)
@@ -292,16 +313,30 @@ def usage(
         found.append(("merge" if merge else "fetch", f"portable-convert {model} {local}{merge}"))
         model = loaded = local
     loader, kind = AUTO[task]
-    if task in ASKED:
-        code = (
-            f"from transformers import pipeline; p = pipeline('{kind}', {loaded!r}); print(p({ASKED[task]}))"
-        )
+    custom = model_type not in model_types()
+    trust = custom and config.model.trust_remote_code
+    option = ", trust_remote_code=True" if trust else ""
+    opens = task in ASKED
+    if task == "causal-lm" and not custom and causal_lm_class(model_type) != architecture:
+        opens, loader = False, architecture  # a composite model, which the pipeline does not open
+    if opens:
+        prompt = _CHAT_PROMPT if chat and task == "causal-lm" else ASKED[task]
+        constructor = f"pipeline('{kind}', {loaded!r}{option})"
+        code = f"from transformers import pipeline; p = {constructor}; print(p({prompt}))"
     else:
-        code = f"from transformers import {loader} as M; print(M.from_pretrained({loaded!r}))"
+        code = f"from transformers import {loader} as M; print(M.from_pretrained({loaded!r}{option}))"
+    registered = custom and not trust
+    if registered:  # importing its module registers the type
+        module = str(config.model.function or "").partition(":")[0]
+        if not module.isidentifier() and not all(map(str.isidentifier, module.split("."))):
+            return found
+        code = f"import {module}; {code}"
     found.append(("transformers", f"python -c {_double_quoted(code)}"))
-    if task != "causal-lm":
+    if task != "causal-lm" or registered:
         return found
     serve, scored = f"vllm serve {model}", f"pretrained={model}"
+    if trust:
+        serve, scored = f"{serve} --trust-remote-code", f"{scored},trust_remote_code=True"
     if peft:
         rank = next((rank for rank in _RANKS if rank >= config.adapter.r), _RANKS[-1])
         named = shlex.quote(f"{run}={where}")

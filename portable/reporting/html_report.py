@@ -94,6 +94,7 @@ _HINTS = {
 # Limits for untrusted files; a run's own stay far below.
 _MOST_MATRICES = 8
 _MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
+_RELOAD_SECONDS = 30
 _MOST_LOG = 16 << 20
 _MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
 _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
@@ -211,6 +212,9 @@ class RunRecord:
                     kind = "move"
                     text += f" (was {machine})"
                 machine = now
+                if event.get("changes"):
+                    kind = "change"
+                    text += f"; changed: {event['changes']}"
             elif kind == "save":
                 text = f"saved {event.get('checkpoint', 'a checkpoint')}"
             elif kind == "skip":
@@ -293,8 +297,13 @@ def thinned(points: list[_Point]) -> list[_Point]:
     return kept
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    """The whole page."""
+def page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
+    """Build the whole page.
+
+    Args:
+        runs: Runs to show.
+        live: Whether the page reloads itself in the browser, because it is written again during training.
+    """
     names = _short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
     known = {name for metric in METRICS for name in metric.series}
@@ -324,6 +333,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     title = " · ".join(names)
     data = {
         "title": title,
+        "reloadSeconds": _RELOAD_SECONDS if live else 0,
         "metrics": [vars(metric) for metric in drawn],
         "names": {name: _in_title(name).lower() for name in keys},
         "axes": ["step"]
@@ -377,8 +387,13 @@ def _in_title(name: str) -> str:
     return f"{words}, {source}" if source else words
 
 
-def write_report(folders: Sequence[Place], out: Path) -> list[str]:
+def write_report(folders: Sequence[Place], out: Path, *, live: bool = False) -> list[str]:
     """Write the page about the runs in ``folders``, replacing ``out`` atomically.
+
+    Args:
+        folders: Output folders of the runs.
+        out: Path of the page.
+        live: Whether the page reloads itself in the browser.
 
     Returns:
         One line for each run with unreadable parts.
@@ -387,7 +402,7 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
         UserError: a folder holds no run, or ``out`` cannot be written.
     """
     runs = [RunRecord.read(folder) for folder in folders]
-    text = page(runs)
+    text = page(runs, live=live)
     try:
         write_durably(out, text)
     except OSError as error:

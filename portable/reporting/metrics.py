@@ -107,6 +107,8 @@ class Throughput:
     def window(self) -> float:
         """Samples a second since the last call."""
         now = self._now()
+        if self.steps == 1:  # the device may have finished the step only now
+            self._first = now
         self.waits = min(1.0, self._waited / max(now[0] - self._logged[0], 1e-9))
         self._waited = 0.0
         start = self._first if self.steps > 1 else self._start

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from converters.console import columns
-from portable.errors import UserError
+from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Callback
+from portable.paths import REPORT_FILE
 from portable.plugins import user_code_errors
+from portable.reporting.html_report import write_report
 from portable.reporting.metrics import (
     History,
     MetricsFile,
@@ -28,15 +30,17 @@ from portable.terminal import LOG, at_a_terminal, tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from converters.storage.path_or_url import Place
     from portable.backend import Batch
     from portable.loop import Progress
     from portable.output.output_dir import Output
     from portable.reporting.metrics import Kind
     from portable.run.callbacks import Run
+    from portable.run.stages import Restored
 
 _LONG_WAIT = 0.05
 """A larger share of the time in which a step waits for its batches causes a warning."""
+_REPORT_SHARE = 0.01
+"""Share of the training time that updates of the report may take."""
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """Without the seconds of a step: tokens a second say it, and eighty columns have no room for both."""
 
@@ -47,12 +51,13 @@ class Reporter(Callback):
     Args:
         run: that it is a callback of.
         output: the run's folder.
-        source: the checkpoint that the launch resumes; None at a start.
+        restored: The model and the checkpoint it comes from.
     """
 
-    def __init__(self, run: Run, output: Output, source: Place | None) -> None:
+    def __init__(self, run: Run, output: Output, restored: Restored) -> None:
         """Open the logs and record the start."""
         prepared, backend, config, progress = run.prepared, run.backend, run.config, run.progress
+        source = restored.source
         self._backend = backend
         self._output = output
         self._folder = folder = output.work
@@ -68,6 +73,8 @@ class Reporter(Callback):
         self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
         self._main = backend.rank == 0
         self._has_logged = self._has_warned = False
+        self._next_report = 0.0
+        self._streams = bool(prepared.data.streams)
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
         self._metrics: MetricsFile | None = None
@@ -91,6 +98,7 @@ class Reporter(Callback):
                 trained=prepared.trained,
                 steps=prepared.steps,
                 source=None if source is None else str(source),
+                changes="; ".join(change.arrow for change in restored.changes) or None,
             )
             self._trackers = open_trackers(config.log, folder, config.fingerprint(), from_step=progress.step)
             # A bar on a terminal; in a log file, a line for each logged step.
@@ -131,10 +139,8 @@ class Reporter(Callback):
         # Before the first log the queue had to be filled.
         if share > _LONG_WAIT and self._has_logged and not self._has_warned:
             self._has_warned = True
-            self.say(
-                f"warning: steps wait for data {share:.0%} of the time (data_wait); raise data.num_workers; "
-                "a stream needs more cores"
-            )
+            remedy = "raise data.num_workers" + (", or use more CPU cores" if self._streams else "")
+            self.say(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")
         self._has_logged = True
         return share
 
@@ -180,13 +186,16 @@ class Reporter(Callback):
         assert self._bar is not None
         # A bar of a hundred columns has no room for more.
         self._bar.set_postfix({name: value for name, value in shown.items() if name != "mem"})
-        left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
         pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
-        line = f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}"
+        line = f"step {progress.step}/{self._total_steps}  {pairs}"
+        if self._throughput.steps > 1:  # the first step, which compiles, does not tell
+            left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
+            line += f"  left {human_time(left)}"
         LOG.log(logging.INFO if self._bar.disable else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
         self.record("save", run.progress, checkpoint=f"step-{run.step:06d}")
+        self._update_report()
 
     def skipped(self, run: Run, count: int, message: str) -> None:
         since = "" if count == 1 else f"{count} updates were skipped since the last check, the latest in "
@@ -205,6 +214,7 @@ class Reporter(Callback):
         self.last_evaluation = numbers
         self._write(run.progress, values)
         self.say(f"step {run.step}  evaluation  {evaluation_in_words(numbers)}")
+        self._update_report()
 
     # -- called by the run -------------------------------------------------------------------------------
 
@@ -266,8 +276,24 @@ class Reporter(Callback):
             self._metrics.close()
         if self._history is not None:
             self._history.close()
+        self._update_report(last=True)
         self._with_trackers(lambda tracker: tracker.finish())
         self._trackers = []
+
+    def _update_report(self, *, last: bool = False) -> None:
+        """Write the report again if that takes a small share of the time, or for the last time."""
+        now = time.perf_counter()
+        if not self._main or not self._has_logged or (now < self._next_report and not last):
+            return
+        warnings: list[str] = []
+        try:
+            warnings = write_report([self._folder], self._folder / REPORT_FILE, live=not last)
+        except Exception as error:  # the run continues without a report
+            warnings = [f"the report could not be written: {one_line(error)}"]
+        self._next_report = now + (time.perf_counter() - now) / _REPORT_SHARE
+        for warning in warnings if last else ():
+            self.say(f"warning: {warning}")
+        self._output.publish_soon()
 
     def _write(self, progress: Progress, values: Mapping[str, Any]) -> None:
         if self._metrics is None:

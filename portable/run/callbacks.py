@@ -73,6 +73,7 @@ class Run:
         self.progress: Progress = restored.progress
         self.checkpoints = checkpoints
         self.until: int = prepared.until
+        self.first_step = restored.progress.step + 1
         self.stopped = False
         self.callbacks: Sequence[Callback] = ()
         self.health = Health(self, folder)
@@ -137,8 +138,11 @@ class Run:
         return self.stopped or self.step == self.until
 
     def logs(self, step: int) -> bool:
-        """Whether step ``step``, from 1, is logged, if no signal makes it the last."""
-        return step == self.until or step % self.config.log.every_steps == 0
+        """Return whether step ``step``, counted from 1, is logged if no signal makes it the last.
+
+        The first step of a launch is logged, because the next one to be logged may be minutes away.
+        """
+        return step in (self.first_step, self.until) or step % self.config.log.every_steps == 0
 
     def due(self, every_steps: int | None, every_epochs: float | None) -> bool:
         """Whether the latest step reached a multiple of as many steps, or reached or passed one of epochs."""

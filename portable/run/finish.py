@@ -20,9 +20,9 @@ from portable.model.published import collapse_numbers
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.reporting.card import CARD, model_card, usage
-from portable.reporting.html_report import write_report
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
+from portable.run.length import describe_length
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
@@ -64,8 +64,12 @@ def headline(prepared: Prepared, restored: Restored) -> str:
             f"{human_count(plan.micro_batch_size, 'sequence')}{auto}",
         ),
     ]
+    rows.append(("steps", describe_length(config, prepared.steps, _count_samples(prepared))))
     if (moved := _moved(prepared, restored)) is not None:
         rows.append(("moved", moved))
+    rows.append(("report", f"{prepared.resolved.place / REPORT_FILE}, updated at evaluations and saves"))
+    if restored.changes:
+        rows.append(("changed", "; ".join(change.arrow for change in restored.changes)))
     hints = shape_hints(
         prepared.model_config,
         tokens=plan.micro_batch_size * config.data.seq_len,
@@ -75,6 +79,11 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
     return "\n".join([start, table(rows, columns(sys.stderr)), *begun, *hints])
+
+
+def _count_samples(prepared: Prepared) -> int | None:
+    """Return the samples of one epoch. None for streams, whose length is not known."""
+    return None if prepared.data.streams else prepared.data.train.epoch_samples
 
 
 def _moved(prepared: Prepared, restored: Restored) -> str | None:
@@ -190,13 +199,8 @@ def finish(
             reporter.say(f"note: these files of the base model were not copied: {files}")
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
-    try:
-        if any("loss" in row for row in read_metrics(folder)):
-            for warning in write_report([folder], folder / REPORT_FILE):
-                reporter.say(f"warning: {warning}")
-            places.append(("report", str(place / REPORT_FILE)))
-    except Exception as error:  # the run is complete without its report
-        reporter.say(f"warning: the run's report could not be written: {one_line(error)}")
+    if (folder / REPORT_FILE).exists():
+        places.append(("report", str(place / REPORT_FILE)))
     if profiler is not None:
         trace = str(place / profiler.path.relative_to(folder).as_posix())
         places.append(("profile", trace if profiler.written else "too few steps for one"))
@@ -209,7 +213,14 @@ def finish(
     reporter.say(reporter.summary(places))
     if final is not None:
         grown = prepared.adapter is not None and prepared.adapter.rows is not None
-        uses = usage(prepared.config, str(final), prepared.model_config.model_type, grown=grown)
+        uses = usage(
+            prepared.config,
+            str(final),
+            prepared.model_config.model_type,
+            prepared.architecture,
+            grown=grown,
+            chat=_is_chat_model(prepared),
+        )
         reporter.say("\n" + table(uses))
     for line in missing:
         reporter.say(f"warning: {line}")
@@ -217,6 +228,11 @@ def finish(
         reporter.say(f"stopped at step {run.step} of {prepared.steps}, as train.stop_after says")
     if uploads is not None:  # it kept some from being deleted
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
+
+
+def _is_chat_model(prepared: Prepared) -> bool:
+    """Return whether the model was trained on conversations in its tokenizer's chat template."""
+    return prepared.data.end_of_turn is not None and bool(prepared.data.tokenizer.chat_template)
 
 
 def _list_untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
@@ -273,6 +289,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         metrics=rows,
         copied=copied,
         missing=[*missing, *dropped],
+        chat=_is_chat_model(prepared),
     )
     with scratch_folder("portable-card") as temporary:
         card = temporary / CARD

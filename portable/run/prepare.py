@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from converters.writers.parallel import cores
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import batch_plan, total_steps
+from portable.config.origins import shown
 from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
@@ -28,6 +29,7 @@ from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
 from portable.run.evaluation import judge_of
+from portable.run.length import warn_of_few_steps
 from portable.run.resolve import on_device
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
@@ -209,6 +211,9 @@ def notes_on(
         data: how much there is.
     """
     lines = [f"note: {note}" for note in backend_package(resolved.config.backend).notes(resolved.config)]
+    if resolved.unset:
+        values = ", ".join(f"{key}: {shown(value)}" for key, value in resolved.unset.items())
+        lines.append(f"note: the run in {resolved.place} keeps its settings that are not set here: {values}")
     if assembled.aligned:
         taken = "; ".join(assembled.aligned)
         lines.append(f"note: the model takes over the tokenizer's special tokens: {taken}")
@@ -241,6 +246,8 @@ def notes_on(
             f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"
         )
+    if (few := warn_of_few_steps(resolved.config, data.train_samples, resolved.world)) is not None:
+        lines.append(f"warning: {few}")
     step = resolved.config.train.global_batch_size
     if data.train_samples is not None and 0 < data.train_samples < step:
         lines.append(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from portable.adapters.settings import resolved as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
+from portable.config.same_run import find_unset_changes
 from portable.data.sources.opening import recognise_format
 from portable.model.document_attention import choose_packing
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
@@ -65,6 +66,8 @@ def resolve(
     check(config)
     prepare_code(config)
     config = choose_packing(config)
+    unset = {} if existing.config is None else find_unset_changes(existing.config, config)
+    config = config.replaced(unset)
     check(config, late=True)
     package.check(config, world)
     check_trackers(config.log.trackers)
@@ -76,7 +79,7 @@ def resolve(
         from portable.output.hub import Hub
 
         Hub(config).check()
-    return Resolved(config, place, existing, world)
+    return Resolved(config, place, existing, world, unset)
 
 
 def on_device(resolved: Resolved) -> Resolved:

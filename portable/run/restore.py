@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
 from portable.checkpoint.trainer_state import TrainerState
-from portable.config import difference
+from portable.config import find_changes
+from portable.config.same_run import may_change_in_new_folder
 from portable.errors import DamagedError, RunError, UserError, one_line
+from portable.evaluation.best_tracker import EvalHistory
 from portable.loop import Progress
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
 from portable.model.reach import get_unreached_names
-from portable.paths import place_of, storage_errors
+from portable.paths import read_json, storage_errors
 from portable.ranks.collectives import agree
 from portable.run.save import ADAPTER, REFERENCE
 from portable.run.stages import Restored
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from portable.backend import Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
+    from portable.config.same_run import Change
     from portable.data.samples.base import Samples
     from portable.model.pretrained import PretrainedWeights
     from portable.model.tensors import ReadableTensor
@@ -69,7 +72,7 @@ def restore(
     for candidate in candidates:
         outcome: Progress | DamagedError
         try:
-            outcome = load(engine, candidate, external, prepared)
+            outcome = load(engine, candidate, external, prepared, same_folder=candidate in own)
         except DamagedError as error:
             outcome = error
         # A rank reads only its own shards, so it sees only their damage.
@@ -77,7 +80,9 @@ def restore(
         if not unreadable and isinstance(outcome, Progress):
             if checkpoints is not None and backend.rank == 0:
                 _set_aside(damaged, checkpoints, candidate)
-            return Restored(engine, outcome, candidate, external)
+            return Restored(
+                engine, outcome, candidate, external, _read_changes(candidate, external, prepared)
+            )
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
 
@@ -137,17 +142,14 @@ def _set_aside(
 def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     """What ``source`` holds for this run, if another program wrote it."""
     from portable.checkpoint.external import open_for_model
-    from portable.checkpoint.resume_external import adopt_checkpoint, refuse_resume_step
+    from portable.checkpoint.resume_external import adopt_checkpoint
 
     backend, config = prepared.backend, prepared.config
     taken, error = None, None
-    given = place_of("checkpoint.resume", config.checkpoint.resume)
     try:
         foreign = open_for_model(source, prepared.model, prepared.adapter)
         if foreign is not None:
             taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
-        elif source == given:  # otherwise the run has come further by itself
-            refuse_resume_step(config)
     except UserError as found:
         error = found
     if backend.any(error is not None):
@@ -160,12 +162,30 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     return taken
 
 
-def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prepared: Prepared) -> Progress:
-    """Fill ``engine`` from a checkpoint.
+def load(
+    engine: Engine,
+    source: Place,
+    external: AdoptedCheckpoint | None,
+    prepared: Prepared,
+    *,
+    same_folder: bool = True,
+) -> Progress:
+    """Load a checkpoint into ``engine``.
+
+    Args:
+        engine: Engine to fill.
+        source: The checkpoint.
+        external: Its contents if another program wrote it.
+        prepared: The run.
+        same_folder: Whether the checkpoint belongs to the run in ``output_dir``. A run in another folder may
+            change more settings, and its data.
+
+    Returns:
+        The position at which the run continues.
 
     Raises:
-        DamagedError: if something in it is not as it was written.
-        UserError: if it belongs to another run of this program.
+        DamagedError: If a file of the checkpoint is damaged.
+        UserError: If the checkpoint belongs to another run of this program.
     """
     try:
         with storage_errors("checkpoint.resume"):  # a store out of reach is no damage
@@ -181,16 +201,26 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 warning = state.check_files(checkpoint.root)
                 if warning is not None:
                     tell(f"warning: {warning}")
-            if changed := difference(state.run, prepared.config.fingerprint()):
-                raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
-            _check_code(source, state, prepared)
-            if state.data != prepared.data.fingerprint:
+            changes = find_changes(state.run, prepared.config.fingerprint())
+            for change in changes:
+                if not (change.adjustable or (not same_folder and may_change_in_new_folder(change))):
+                    raise UserError(
+                        f"checkpoint.resume: {source} belongs to another run ({change}); set "
+                        f"{change.setting} as that run has it, or set checkpoint.resume: never"
+                    )
+            changed_loss = any(change.setting == "train.loss" for change in changes)
+            _check_code(source, state, prepared, changed_loss=changed_loss)
+            same_data = state.data == prepared.data.fingerprint
+            if not same_data and same_folder:
                 raise UserError(
                     f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than "
                     f"those of {prepared.data.sizes.source} here; give the same files, tokenizer, template "
-                    "and data.train_on, or choose another output_dir"
+                    "and data.train_on, or choose another output_dir and start there from this run with "
+                    f"--checkpoint.resume {source}"
                 )
-            if state.metadata.get(REFERENCE, prepared.reference) != prepared.reference:
+            if not same_data:
+                _check_vocabulary(source, prepared)
+            if not changed_loss and state.metadata.get(REFERENCE, prepared.reference) != prepared.reference:
                 raise UserError(
                     f"checkpoint.resume: {source} was trained against another reference: the weights that "
                     f"{prepared.config.train.loss} compares with have changed since; restore them, or "
@@ -202,19 +232,80 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                 _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
             prepared.names.resume(checkpoint)
-            if prepared.data.streams:
+            if prepared.data.streams and same_data:
                 try:
                     prepared.data.train.adopt(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
                     raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
-    return Progress(state.step, state.samples, state.skipped_steps, state.eval_history)
+    if same_folder:
+        return Progress(state.step, state.samples, state.skipped_steps, state.eval_history)
+    return _find_start(source, state, prepared, changed=bool(changes) or not same_data, same_data=same_data)
 
 
-def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
-    """Compare the code of the user's with that at the checkpoint. Another loss makes another run."""
+def _find_start(
+    source: Place, state: TrainerState, prepared: Prepared, *, changed: bool, same_data: bool
+) -> Progress:
+    """Find the position at which a run in another folder continues.
+
+    Args:
+        source: Checkpoint of the other run.
+        state: Its trainer state.
+        prepared: The run that starts from it.
+        changed: Whether the runs differ in settings or data.
+        same_data: Whether both runs have the same samples in the same order.
+
+    Returns:
+        The position. Other data begins at its first sample.
+
+    Raises:
+        UserError: If no step is left.
+    """
+    settings = prepared.config.checkpoint
+    step = state.step if settings.resume_step is None else settings.resume_step
+    samples = state.samples if same_data else 0
+    samples = samples if settings.resume_samples is None else settings.resume_samples
+    if (changed or step != state.step) and step >= prepared.until:
+        raise UserError(
+            f"checkpoint.resume: {source} is at step {step}, and this run ends after step {prepared.until}; "
+            "raise train.steps (or train.stop_after), or set checkpoint.resume_step to 0 to restart the "
+            "schedule"
+        )
+    return Progress(step, samples, state.skipped_steps, EvalHistory() if changed else state.eval_history)
+
+
+def _read_changes(
+    source: Place, external: AdoptedCheckpoint | None, prepared: Prepared
+) -> tuple[Change, ...]:
+    """Find the settings of the run that differ from its checkpoint's. Only rank 0 reports them."""
+    if external is not None or prepared.backend.rank != 0:
+        return ()
+    return tuple(find_changes(TrainerState.read(source).run, prepared.config.fingerprint()))
+
+
+def _check_vocabulary(source: Place, prepared: Prepared) -> None:
+    """Raise UserError if the checkpoint's tokenizer gives tokens other numbers than the run's."""
+    try:
+        stored = read_json(source / "tokenizer.json")["model"]["vocab"]
+        vocabulary = json.loads(prepared.data.tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not a tokenizer of this library
+        return
+    if stored != json.loads(json.dumps(vocabulary)):
+        raise UserError(
+            f"checkpoint.resume: {source} was trained with another tokenizer, so its embeddings belong to "
+            f"other tokens; set data.tokenizer: {source}"
+        )
+
+
+def _check_code(source: Place, state: TrainerState, prepared: Prepared, *, changed_loss: bool) -> None:
+    """Compare the custom code with the code at the checkpoint.
+
+    Raises:
+        UserError: If the code of the model or the loss has changed.
+    """
     refused, told = changed(state.metadata.get("code", {}), digests(prepared.config))
+    refused = [key for key in refused if key != "train.loss" or not changed_loss]
     if refused:
         raise UserError(
             f"checkpoint.resume: {source} was trained with other code of {refused[0]}; restore that, or "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PretrainedConfig, PreTrainedModel
 
     from converters.storage.path_or_url import Place
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
+    from portable.config.same_run import Change
     from portable.data.dataset import Data
     from portable.evaluation.best_tracker import BestTracker
     from portable.evaluation.metrics import MetricSet
@@ -34,12 +37,15 @@ class Resolved:
         place: what ``output_dir`` names.
         existing: the run that ``place`` held already.
         world: the ranks of this launch.
+        unset: Settings that this launch does not set and takes from the existing run, by key. Only those that
+            would otherwise differ.
     """
 
     config: RunConfig
     place: Place
     existing: ExistingRun
     world: World
+    unset: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,9 +110,11 @@ class Restored:
         progress: the position of the run; the training loop moves it on.
         source: the checkpoint it comes from; None for a new run.
         external: what ``source`` holds, where another program wrote it.
+        changes: Settings that differ from the checkpoint's.
     """
 
     engine: Engine
     progress: Progress
     source: Place | None = None
     external: AdoptedCheckpoint | None = None
+    changes: tuple[Change, ...] = ()

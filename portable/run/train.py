@@ -76,7 +76,7 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
         held.callback(signals.restore)
         run, restored = _begin(prepared, output, log)
         batches = iter(train_loader(prepared, run.samples))
-        reporter = Reporter(run, output, restored.source)
+        reporter = Reporter(run, output, restored)
         watchdog = _watchdog(run, output)
         profiler = _profiler(run, output) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)

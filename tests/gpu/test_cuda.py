@@ -28,9 +28,9 @@ from portable.errors import UserError
 from portable.model.tensors import to_torch
 from portable.optim.sharded import local
 from portable.registry import create_backend
+from portable.reporting import reporter
 from portable.reporting.metrics import read_metrics
 from portable.reporting.reporter import Reporter
-from portable.run import finish
 from portable.run.rank import run_rank
 from tests.parity import opened, take_steps
 from tests.runs import TINY_MODEL, configured
@@ -262,7 +262,7 @@ def leg(folder: Path, corpus: Path, device: str, **settings: Any) -> list[float]
     """Train a leg of a run in ``folder``; all losses that it has on record."""
     short = {"data__eval_fraction": 0, "log__sample_tokens": 0, "checkpoint__export": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finish, "write_report", lambda *_: [])  # a report takes as long as a leg
+        patch.setattr(reporter, "write_report", lambda *_, **options: [])  # a report takes as long as a leg
         assert run_rank(device, configured(folder, corpus, backend=device, **short, **settings)) == 0
     return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 

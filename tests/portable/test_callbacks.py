@@ -64,11 +64,11 @@ def test_what_callbacks_see_and_do(tmp_path: Path, corpus: Path, brief_runs: Non
     config = configured(tmp_path / "run", corpus, train__eval_every=4, log__every_steps=2)
     result = train(config, callbacks=[watching])
     assert watching.seen == [
-        "start 0", "log 2", "save 3", "log 4", "evaluation 4: eval_perplexity", "save 4", "log 6", "save 6",
-        "end 6",
+        "start 0", "log 1", "log 2", "save 3", "log 4", "evaluation 4: eval_perplexity", "save 4",
+        "log 6", "save 6", "end 6",
     ]  # fmt: skip
     rows = [(row["step"], row["twice"], row["rank"]) for row in result.metrics if "loss" in row]
-    assert rows == [(2, 4.0, 0), (4, 8.0, 0), (6, 12.0, 0)]
+    assert rows == [(1, 2.0, 0), (2, 4.0, 0), (4, 8.0, 0), (6, 12.0, 0)]
     assert result.final is not None and not result.stopped
     again = train(configured(tmp_path / "run", corpus, train__eval_every=4, log__every_steps=2))
     assert again.metrics[-1]["step"] == 8  # without the callback, nothing ends it

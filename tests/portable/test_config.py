@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from portable.checks import check
-from portable.config import RunConfig, difference, dump_yaml, keys, load_config, parse_args
+from portable.config import RunConfig, dump_yaml, find_changes, keys, load_config, parse_args
 from portable.config.arguments import TrainOptions
 from portable.config.numbers import Reason
+from portable.config.same_run import ADJUSTABLE
 from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
@@ -189,17 +190,23 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("key", "value"), (ROWS["may_change"] | ROWS["another_run"]).items())
 def test_what_defines_the_run_and_what_may_change_between_legs(key: str, value: Any) -> None:
-    found = difference(RunConfig(), load_config(None, {key: value}))
-    assert [line.partition(":")[0] for line in found] == [key] * (key in ROWS["another_run"])
+    changes = find_changes(RunConfig(), load_config(None, {key: value}))
+    assert [change.key for change in changes] == [key] * (key in ROWS["another_run"])
 
 
-def test_difference_reads_fingerprints_back_from_json() -> None:
+def test_find_changes_reads_fingerprints_back_from_json() -> None:
     stored = json.loads(json.dumps(RunConfig().fingerprint()))
-    assert difference(stored, RunConfig()) == []
+    assert find_changes(stored, RunConfig()) == []
     del stored["train.min_learning_rate_ratio"]
-    assert difference(stored, RunConfig()) == []
+    assert find_changes(stored, RunConfig()) == []
     stored["train.optimizer"] = "sgd"
-    assert difference(stored, RunConfig()) == ["train.optimizer: 'sgd' and 'adamw'"]
+    assert [str(change) for change in find_changes(stored, RunConfig())] == [
+        "train.optimizer: 'sgd' and 'adamw'"
+    ]
+
+
+def test_adjustable_settings_define_the_run() -> None:
+    assert {key for key, setting in TABLE.items() if setting.identity} >= ADJUSTABLE
 
 
 def iter_numbers(model: type[BaseModel]) -> Iterator[tuple[str, list[Any]]]:

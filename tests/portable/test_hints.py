@@ -12,6 +12,8 @@ from portable.config.arguments import TrainOptions
 from portable.config.importing.accelerate import WERE_SETTINGS
 from portable.config.importing.trainers import TRAINERS
 from portable.errors import UserError
+from portable.registry import World
+from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
 NAMED = {name: row for name, row in TRAINERS.items() if "." not in name}
@@ -48,3 +50,38 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
         if (row is None or not row.hint) and " " not in remedy.removeprefix("did you mean "):
             # An exact setting, not one that begins like it.
             assert remedy.removeprefix("did you mean ").removeprefix("--").rstrip("?") in TABLE
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batch", "samples", "ranks", "remedies"),
+    [
+        (1.0, 16, 9, 1, {"epochs": 54}),
+        (1.0, 16, 172, 1, {"global_batch_size": 5, "epochs": 3}),
+        (2.0, 16, 172, 4, {"global_batch_size": 8, "epochs": 3}),
+        (0.5, 8, 300, 1, {"global_batch_size": 5, "epochs": 1}),
+        (1.0, 16, 480, 1, {}),
+        (None, 16, 9, 1, {}),
+    ],
+)
+def test_remedies_for_few_steps_give_enough_steps(
+    epochs: float | None, batch: int, samples: int, ranks: int, remedies: dict[str, float]
+) -> None:
+    settings = {"train.epochs": epochs, "train.global_batch_size": batch}
+    if epochs is None:
+        settings["train.steps"] = 2
+    warning = warn_of_few_steps(load_config(None, settings), samples, World(ranks))
+    assert (warning is None) == (not remedies)
+    named = {key: int(value) for key, value in re.findall(r"train\.(\w+) to (\d+)", warning or "")}
+    assert named == remedies
+    for key, value in named.items():
+        config = load_config(None, settings | {f"train.{key}": value})
+        assert (config.train.epochs or 0) * samples / config.train.global_batch_size > FEW_STEPS - 1
+        assert config.train.global_batch_size % ranks == 0
+
+
+def test_length_is_described_in_steps_and_epochs() -> None:
+    config = load_config(None, {"train.epochs": 3, "train.global_batch_size": 16})
+    assert describe_length(config, 87, 464) == "87: 3 epochs of 464 samples"
+    config = load_config(None, {"train.steps": 40, "train.global_batch_size": 8})
+    assert describe_length(config, 40, 640) == "40: 0.5 epochs of 640 samples"
+    assert describe_length(config, 40, None) == "40"

@@ -20,7 +20,7 @@ from portable.cli import main
 from portable.config import load_config
 from portable.planner.cli import main as plan
 from portable.reporting.card import CARD, usage
-from tests.runs import flags, tiny, write_labelled, write_pretrained
+from tests.runs import flags, tiny, write_conversations, write_labelled, write_pretrained
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 TARGETS = {"adapter__type": "lora", "adapter__r": 2}
@@ -168,7 +168,7 @@ def do(command: str) -> None:
 
 
 @pytest.mark.usefixtures("brief_runs")
-@pytest.mark.parametrize("kind", ["whole", "lora", "classifier"])
+@pytest.mark.parametrize("kind", ["whole", "chat", "lora", "classifier"])
 def test_each_command_runs(
     kind: str,
     tmp_path: Path,
@@ -182,6 +182,9 @@ def test_each_command_runs(
         base = write_pretrained(tmp_path / "base", corpus)
         settings |= {"model__name_or_path": "base", "model__config": None, "adapter__type": "lora"}
         settings |= {"adapter__r": 4, "data__tokenizer": str(base)}
+    elif kind == "chat":
+        corpus = write_conversations(tmp_path)
+        settings |= {"data__chat_template": "chatml", "data__added_tokens": ["<|im_start|>", "<|im_end|>"]}
     elif kind == "classifier":
         settings |= {"model__task": "sequence-classification", "data__packing": False}
         corpus = write_labelled(tmp_path, 40)
@@ -194,6 +197,7 @@ def test_each_command_runs(
         if what in ("transformers", "llama.cpp", "merge"):
             do(command)
     whole = {"transformers", "vLLM", "llama.cpp", "lm_eval"}
+    assert ("[{'role': 'user'" in commands["transformers"]) == (kind == "chat")
     if kind == "classifier":
         assert commands.keys() == {"transformers"}
     elif kind == "lora":
@@ -206,6 +210,32 @@ def test_each_command_runs(
 
 def test_names_in_commands_are_quoted() -> None:
     settings = {"model.name_or_path": "a $(b)", "adapter.type": "lora", "output_dir": "-it"}
-    found = dict(usage(load_config(None, settings), "-it/final", "llama"))
+    found = dict(usage(load_config(None, settings), "-it/final", "llama", "LlamaForCausalLM"))
     assert shlex.split(found["vLLM"])[:3] == ["vllm", "serve", "a $(b)"]
     assert "\"$(hf download 'a $(b)')\"" in found["llama.cpp"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "settings", "command", "programs"),
+    [
+        ("llama", "LlamaForCausalLM", {}, "p = pipeline('text-generation', 'final')", 4),
+        ("gemma3", "Gemma3ForConditionalGeneration", {}, "p = pipeline('text-generation', 'final')", 3),
+        ("llava", "LlavaForConditionalGeneration", {}, "import LlavaForConditionalGeneration as M;", 3),
+        (
+            "tinygpt",
+            "TinyGpt",
+            {"model.function": "mine.tiny:build"},
+            "import mine.tiny; from transformers",
+            1,
+        ),
+        ("tinygpt", "TinyGpt", {"model.trust_remote_code": True}, "'final', trust_remote_code=True)", 3),
+    ],
+)
+def test_commands_fit_the_model(
+    model_type: str, architecture: str, settings: dict[str, Any], command: str, programs: int
+) -> None:
+    commands = dict(usage(load_config(None, settings), "final", model_type, architecture))
+    assert command in commands["transformers"]
+    assert len(commands) == programs
+    if programs > 1:
+        assert ("--trust-remote-code" in commands["vLLM"]) == ("model.trust_remote_code" in settings)

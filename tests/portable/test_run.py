@@ -244,8 +244,8 @@ def test_other_text_and_damaged_or_foreign_checkpoints_are_refused(
         other,
         checkpoint__resume=f"{finished}/final",
     )
-    changed = {"checkpoint__resume": str(finished), "train__learning_rate": 1e-3}
-    refused(r"another run \(train.learning_rate", other, **changed)
+    changed = {"checkpoint__resume": str(finished), "train__optimizer": "sgd"}
+    refused(r"another run \(train.optimizer", other, **changed)
     assert not other.exists()
 
 

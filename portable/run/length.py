@@ -1,0 +1,58 @@
+"""The length of a run in words, and a warning about runs with very few steps."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from portable.batch_plan import total_steps
+from portable.formatting import human_count
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from portable.registry import World
+
+FEW_STEPS = 30
+"""Runs over the whole data with fewer optimizer steps hardly change a model."""
+
+
+def describe_length(config: RunConfig, steps: int, samples: int | None) -> str:
+    """Describe the number of steps together with the epochs, such as ``87: 3 epochs of 464 samples``.
+
+    Args:
+        config: Config of the run.
+        steps: Number of optimizer steps.
+        samples: Samples of one epoch. None if the number is unknown, for example for a stream.
+    """
+    if not samples:
+        return f"{steps:,}"
+    epochs = config.train.epochs or steps * config.train.global_batch_size / samples
+    return f"{steps:,}: {_describe_epochs(epochs, samples)}"
+
+
+def warn_of_few_steps(config: RunConfig, samples: int | None, world: World) -> str | None:
+    """Return a warning if ``train.epochs`` gives fewer than :data:`FEW_STEPS` optimizer steps.
+
+    A number of steps that the user has set is taken as intended.
+
+    Args:
+        config: Config of the run.
+        samples: Samples of one epoch. None if the number is unknown.
+        world: Ranks of the launch, among which a global batch is divided.
+    """
+    epochs, batch = config.train.epochs, config.train.global_batch_size
+    if epochs is None or not samples or (steps := total_steps(config, samples)) >= FEW_STEPS:
+        return None
+    devices = max(1, world.devices // config.ranks_together)
+    remedies = [f"raise train.epochs to {math.ceil(FEW_STEPS * batch / samples)}"]
+    smaller = int(epochs * samples / FEW_STEPS) // devices * devices
+    if 0 < smaller < batch:
+        remedies.insert(0, f"lower train.global_batch_size to {smaller}")
+    return (
+        f"train.epochs: {_describe_epochs(epochs, samples)} are only {human_count(steps, 'step')} of {batch} "
+        f"samples, which hardly change the model; {', or '.join(remedies)}"
+    )
+
+
+def _describe_epochs(epochs: float, samples: int) -> str:
+    return f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {human_count(samples, 'sample')}"
