@@ -389,7 +389,11 @@ def findings(
         look("export", lambda: ranks.run(1, opened_again, config, folder, timeout=120))
         look("pretrained", lambda: ranks.run(1, loads_what_transformers_saved, config, folder, timeout=120))
     if ours or "one rank" not in checks:
-        found |= ranks.run(1, export_findings, pair, folder, records, checks, timeout=240)
+        try:
+            found |= ranks.run(1, export_findings, pair, folder, records, checks, timeout=240)
+        except RankError as error:
+            reason = str(error).strip().splitlines()[-1][:300]
+            found |= {check: reason for check in EXPORT_CHECKS if check in checks}
     return found
 
 
@@ -435,7 +439,9 @@ def build_plain(pair: Pair) -> Any:
     settings = tiny_config(*pair)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     if pair.task == "sequence-classification":
-        config.num_labels = 2  # the data has two labels
+        # The labels of the data. transformers does not save the default names of two classes, although BART
+        # has three classes by default.
+        config.id2label, config.label2id = {0: "kind 0", 1: "kind 1"}, {"kind 0": 0, "kind 1": 1}
     torch.manual_seed(1)
     return auto_class(pair.task).from_config(config, dtype=torch.float32)
 
@@ -539,7 +545,7 @@ _REFUSED = re.compile(
     r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task|"
     "does not predict the next token"
 )
-_EXPLAINED = re.compile(f"{PEFT}|.* changes, but '")
+_EXPLAINED = re.compile(f"{PEFT}|.* changes, but '|UserError: adapter.target_modules: all-linear matches no")
 """Results that are not a failure of the run: a fault of peft, or a refusal with its reason."""
 
 

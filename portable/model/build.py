@@ -574,7 +574,8 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
         raise
     except Exception as error:
         name = type(model).__name__
-        if isinstance(error, TypeError | ValueError) and type(model) is _find_composite_class(model.config):
+        is_composite = type(model) is _find_composite_class(model.config)
+        if isinstance(error, TypeError | ValueError) and (is_composite or _names_argument(model, error)):
             raise UserError(
                 f"{key}: {name} requires other inputs besides text ({one_line(error)}); choose another model"
             ) from error
@@ -590,6 +591,12 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
             f"{key}: {type(model).__name__} does not predict the next token of a text: it returns "
             f"{logits.shape[1]} predictions for 2 tokens; choose another model"
         )
+
+
+def _names_argument(model: PreTrainedModel, error: Exception) -> bool:
+    """Return whether an error message names an argument of the forward pass besides the tokens."""
+    arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
+    return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
 
 
 def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> int | None:
