@@ -411,10 +411,23 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
             return composite
     if own is not None:
         return auto_class
+    _check_generates(config, settings)
     model_class = _find_named_class(config) if composite is None else composite
     if model_class is None:
         raise UserError(_explain_missing_class(config, settings))
     return model_class
+
+
+def _check_generates(config: PretrainedConfig, settings: ModelConfig) -> None:
+    """Raise UserError if ``architectures`` names a class with a head that does not generate text."""
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    named = getattr(transformers, name, None)
+    if name.endswith("Model") or not isinstance(named, type) or not hasattr(named, "can_generate"):
+        return
+    if not named.can_generate():
+        raise UserError(f"{settings.key}: {name} does not generate text; choose another model")
 
 
 def _find_named_class(config: PretrainedConfig) -> Any:
@@ -563,7 +576,9 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
 
 # torch's messages for incompatible shapes. Other errors on the meta device, such as control flow that depends
 # on values, do not indicate a wrong config.
-_SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for input of size|Expected size")
+_SHAPES_DISAGREE = re.compile(
+    r"must match|cannot be multiplied|is invalid for input of size|Expected size|Mismatching argument"
+)
 
 
 def _check_forward(model: PreTrainedModel, key: str) -> None:
@@ -578,6 +593,10 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
         if isinstance(error, TypeError | ValueError) and (is_composite or _names_argument(model, error)):
             raise UserError(
                 f"{key}: {name} requires other inputs besides text ({one_line(error)}); choose another model"
+            ) from error
+        if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
+            raise UserError(
+                f"{key}: {name} does not run on text alone ({one_line(error)}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
