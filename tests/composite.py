@@ -253,7 +253,9 @@ def build_composite_config(model_type: str, *, named: bool = True, **changes: An
     for part in (config, config.get_text_config()):
         part.bos_token_id, part.eos_token_id, part.pad_token_id = 1, 2, 0
     if named:
-        config.architectures = [_PUBLISHED.get(model_type) or MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]]
+        config.architectures = [
+            _PUBLISHED.get(model_type) or MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+        ]
     return config
 
 

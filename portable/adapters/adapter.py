@@ -492,8 +492,8 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     adapted = [name for name in others if not any(f".{module}." in f".{name}." for module in saved)]
     if not set(_last(adapted)).difference(custom, rejected) and not settings.target_parameters:
         raise UserError(
-            f"adapter.target_modules: all-linear matches no module of {type(model).__name__}; list the modules "
-            "to adapt, or remove adapter.type to train the complete model"
+            f"adapter.target_modules: all-linear matches no module of {type(model).__name__}; list the "
+            "modules to adapt, or remove adapter.type to train the complete model"
         )
     if patterns:
         settings.exclude_modules = "|".join(patterns)
