@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from converters.cli import main
 from converters.names.earlier_keys import add_earlier_keys
 from portable.data.dataset import build_data
+from portable.private import of_transformers
 from tests import earlier_keys
 from tests.composite import build_composite, write_composite
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
@@ -177,6 +178,7 @@ class Sample(NamedTuple):
 def write_sample(folder: Path, model_type: str, names: str = "published") -> Sample:
     """Write a checkpoint as `torch.distributed.checkpoint` saves it during training, and convert it."""
     if model_type in COMPOSITE:
+        of_transformers.mend_llama4()
         model = build_composite(model_type).eval()
     else:
         model = tiny_model(model_type, vocab_size=VOCAB, **SETTINGS.get(model_type, {}))
