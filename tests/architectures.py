@@ -679,7 +679,8 @@ def main(arguments: list[str]) -> int:
             failed = failed or amiss != "ok"
             print(f"{pair.model_type} {pair.task} ({time.monotonic() - start:.1f} s): {amiss}", flush=True)
             everything = read_results()  # another process may have added results
-            everything[" ".join(pair)] = {**everything.get(" ".join(pair), {}), **results}
+            stored = {} if _describe_refusal(results) else everything.get(" ".join(pair), {})
+            everything[" ".join(pair)] = {**stored, **results}
             write_results(everything)
     pool.close()
     PAGE.write_text(page(everything), encoding="utf-8")
