@@ -563,6 +563,9 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Explain why building the model raised ``error``."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"model: {config.model_type} needs the package {package}; run: pip install {package}"
     if isinstance(error, ImportError):
         return f"model: {one_line(error)}"
     if isinstance(error, KeyError) and error.args:
