@@ -88,7 +88,7 @@ def test_class_that_needs_other_inputs_is_refused_in_one_line(
     build_composite_config(model_type).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"^model\.name_or_path: .*" + message) as refused:
         build_class_name(tmp_path)
-    assert len(str(refused.value)) < 300
+    assert len(str(refused.value)) < 250
 
 
 def test_composite_type_without_checkpoint_is_refused_in_one_line() -> None:

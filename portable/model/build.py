@@ -10,6 +10,7 @@ import copy
 import difflib
 import inspect
 import re
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -598,8 +599,9 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
                 f"{key}: {name} requires other inputs besides text ({one_line(error)}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
+            reason = textwrap.shorten(one_line(error), 100, placeholder=" ...")
             raise UserError(
-                f"{key}: {name} does not run on text alone ({one_line(error)}); choose another model"
+                f"{key}: {name} does not run on text alone ({reason}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
