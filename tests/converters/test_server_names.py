@@ -63,7 +63,11 @@ TYPES = {
         "ernie4_5",
         "ernie4_5_moe",
         "gpt_oss",
+        "internvl",
         "jamba",
+        "llava",
+        "mistral3",
+        "paligemma",
         "qwen3_5",
         "qwen3_5_moe",
         "qwen3_moe",
@@ -76,7 +80,10 @@ CASES = [(server, model_type) for server, types in TYPES.items() for model_type 
 READ_NAMES_IN_MEMORY = {
     ("sglang", "lfm2_moe"),
     *(("vllm", name) for name in ("glm4_moe", "glm4v_moe", "jamba", "lfm2_moe", "olmoe", "qwen2_5_vl")),
-    *(("vllm", name) for name in ("qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")),
+    *(
+        ("vllm", name)
+        for name in ("internvl", "mistral3", "qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
+    ),
 }
 """Servers for which `Server` also accepts the names in memory. Most of them read the experts of a layer from
 one tensor."""
