@@ -550,7 +550,10 @@ _REFUSED = re.compile(
     r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task|"
     "does not predict the next token|does not generate text"
 )
-_EXPLAINED = re.compile(f"{PEFT}|.* changes, but '|UserError: adapter.target_modules: all-linear matches no")
+_EXPLAINED = re.compile(
+    f"{PEFT}|.* changes, but '|UserError: adapter.target_modules: all-linear matches no|"
+    ".*zero3 does not support"
+)
 """Results that are not a failure of the run: a fault of peft, or a refusal with its reason."""
 
 
