@@ -518,11 +518,12 @@ def _update_config(
 
 def _find_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
     """Find the settings of a config that contradict the tensors, see `converters.integrity`."""
-    from converters.names.contradictions import find_split_tie, find_stale_quantization
+    from converters.names.contradictions import find_split_tie, find_stale_quantization, has_split_text_tie
 
     corrections: dict[str, Any] = {}
     config = checkpoint.read_config()
-    if find_split_tie(checkpoint.tensors, config) is not None:
+    is_split = find_split_tie(checkpoint.tensors, config) is not None
+    if is_split or has_split_text_tie(checkpoint.tensors, config):
         corrections["tie_word_embeddings"] = False
     if find_stale_quantization(checkpoint.tensors, config):
         corrections["quantization_config"] = None

@@ -187,7 +187,12 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
         )
         losses = []
         for step in range(STEPS):
-            loss = loss_of(plain, task, next(loader))
+            batch = next(loader)
+            # The router loss is not a sum over the sequences: transformers computes it for each micro-batch.
+            is_split = _router_coefficient(plain) > 0
+            rows = config.train.micro_batch_size if is_split else size
+            parts = [{key: value[i : i + rows] for key, value in batch.items()} for i in range(0, size, rows)]
+            loss = torch.stack([loss_of(plain, task, part) for part in parts]).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), config.train.max_grad_norm or 1.0)
             for group in optimizer.param_groups:
@@ -389,7 +394,11 @@ def findings(
         look("export", lambda: ranks.run(1, opened_again, config, folder, timeout=120))
         look("pretrained", lambda: ranks.run(1, loads_what_transformers_saved, config, folder, timeout=120))
     if ours or "one rank" not in checks:
-        found |= ranks.run(1, export_findings, pair, folder, records, checks, timeout=240)
+        try:
+            found |= ranks.run(1, export_findings, pair, folder, records, checks, timeout=240)
+        except RankError as error:
+            reason = str(error).strip().splitlines()[-1][:300]
+            found |= {check: reason for check in EXPORT_CHECKS if check in checks}
     return found
 
 
@@ -435,7 +444,9 @@ def build_plain(pair: Pair) -> Any:
     settings = tiny_config(*pair)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     if pair.task == "sequence-classification":
-        config.num_labels = 2  # the data has two labels
+        # The labels of the data. transformers does not save the default names of two classes, although BART
+        # has three classes by default.
+        config.id2label, config.label2id = {0: "kind 0", 1: "kind 1"}, {"kind 0": 0, "kind 1": 1}
     torch.manual_seed(1)
     return auto_class(pair.task).from_config(config, dtype=torch.float32)
 
@@ -537,9 +548,12 @@ FAMILIES = {
 """Pair of each popular family: the one of its published class."""
 _REFUSED = re.compile(
     r"UserError: model\.task|not run on text alone|requires other inputs|cannot build .* for model\.task|"
-    "does not predict the next token"
+    "does not predict the next token|does not generate text"
 )
-_EXPLAINED = re.compile(f"{PEFT}|.* changes, but '")
+_EXPLAINED = re.compile(
+    f"{PEFT}|.* changes, but '|UserError: adapter.target_modules: all-linear matches no|"
+    ".*zero3 does not support"
+)
 """Results that are not a failure of the run: a fault of peft, or a refusal with its reason."""
 
 
@@ -673,7 +687,8 @@ def main(arguments: list[str]) -> int:
             failed = failed or amiss != "ok"
             print(f"{pair.model_type} {pair.task} ({time.monotonic() - start:.1f} s): {amiss}", flush=True)
             everything = read_results()  # another process may have added results
-            everything[" ".join(pair)] = {**everything.get(" ".join(pair), {}), **results}
+            stored = {} if _describe_refusal(results) else everything.get(" ".join(pair), {})
+            everything[" ".join(pair)] = {**stored, **results}
             write_results(everything)
     pool.close()
     PAGE.write_text(page(everything), encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny_models import tiny_config
+from tests.tiny_models import VOCABULARY, tiny_config
 
 _LINEAR = {
     "linear_key_head_dim": 8,
@@ -82,7 +82,14 @@ _OTHER: dict[str, dict[str, Any]] = {
         }
     },
     "dots3_note": {
-        "text_config": {"per_layer_config": {}, "head_dim": 16, "mlp_layer_types": ["dense", "sparse"]}
+        "text_config": {"per_layer_config": {}, "head_dim": 16, "mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {
+            "mlp_layer_types": ["dense", "sparse"],
+            "per_layer_config": {},
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "emu3": {
         "vocabulary_map": {
@@ -92,6 +99,7 @@ _OTHER: dict[str, dict[str, Any]] = {
         },
         "vq_config": {"codebook_size": 4, "base_channels": 32, "channel_multiplier": [1, 1]},
     },
+    "ernie4_5_vl_moe": {"text_config": _build_rope_sections(1, 1, 2)},
     "exaone4_5": {"text_config": {"model_type": "exaone4_5_text"}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "glm5_next": {
@@ -170,8 +178,15 @@ _OTHER: dict[str, dict[str, Any]] = {
     },
     "kyutai_speech_to_text": {"codec_config": {"num_filters": 4, "upsample_groups": 32, "codebook_dim": 16}},
     "nemo_speechlm": {
-        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
+        "audio_config": {
+            "asr_config": {"num_key_value_heads": 4},
+            "diarization_config": {
+                "audio_config": {"num_key_value_heads": 4},
+                "head_config": {"audio_hidden_size": 32},
+            },
+        },
         "text_config": _LINEAR,
+        "word_timestamp_config": {"num_key_value_heads": 4},
     },
     # Published configs have it, and the classes of transformers have no default.
     "qwen2_5_omni_thinker": {"vision_start_token_id": 4},
@@ -212,6 +227,8 @@ def _merge(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+_PUBLISHED = {"shieldgemma2": "ShieldGemma2ForImageClassification"}
+"""Published classes that differ from the classes of transformers' table."""
 _REPLACED = ("vocabulary_map", "rope_parameters", "per_layer_config")
 
 
@@ -236,7 +253,9 @@ def build_composite_config(model_type: str, *, named: bool = True, **changes: An
     for part in (config, config.get_text_config()):
         part.bos_token_id, part.eos_token_id, part.pad_token_id = 1, 2, 0
     if named:
-        config.architectures = [MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]]
+        config.architectures = [
+            _PUBLISHED.get(model_type) or MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+        ]
     return config
 
 
@@ -260,7 +279,7 @@ def write_composite(folder: Path, model_type: str, corpus: Path, **changes: Any)
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     model.save_pretrained(folder)
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size = getattr(model.config.get_text_config(), "vocab_size", VOCABULARY)  # PI0 has none
     data = build_data(configured(folder, corpus).data, model_vocab_size=vocab_size)
     data.tokenizer.save_pretrained(folder)
     return folder

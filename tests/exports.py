@@ -16,7 +16,9 @@ import torch
 from converters import find_adapter, merge, open_checkpoint, write_safetensors
 from portable.config import RunConfig
 from tests.parity import opened
+from tests.published_names import iterate_configs
 from tests.runs import configured
+from tests.tiny_models import VOCABULARY
 
 TOLERANCE = 1e-5
 NOT_LOADED = "mtp.spare.weight"
@@ -51,11 +53,17 @@ def write_source(
             parameter.add_(torch.randn_like(parameter) * 0.02)
     model.to(dtype)
     model.config.dtype = dtype
+    vocab_size = getattr(model.config.get_text_config(), "vocab_size", VOCABULARY)  # CANINE has none
+    tokenizer = _build_tokenizer(vocab_size, corpus, task)
+    if task == "sequence-classification":  # the position of the class depends on these tokens
+        for _, config in iterate_configs(model.config, ()):
+            config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+            config.bos_token_id = tokenizer.bos_token_id
+            config.decoder_start_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     save_file({**load_file(path), NOT_LOADED: torch.ones(3, 5, dtype=dtype)}, path, {"format": "pt"})
-    vocab_size = model.config.get_text_config().vocab_size
-    _build_tokenizer(vocab_size, corpus, task).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -141,6 +149,7 @@ def _find_untouched(config: RunConfig, source: Path) -> list[str]:
         for name, parameter in run.model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }
+    trained |= _find_statistics(source)
     base = open_checkpoint(source).tensors
     names, _ = of_transformers.renamed(run.model, base)
     is_trained: dict[str, bool] = {}
@@ -149,12 +158,24 @@ def _find_untouched(config: RunConfig, source: Path) -> list[str]:
     return [name for name in base if not is_trained.get(name, name != NOT_LOADED)]
 
 
+def _find_statistics(source: Path) -> set[str]:
+    """Return the names of the buffers that the published class itself changes in training mode."""
+    model = _load_published(source).train()
+    saved = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if name in saved}
+    if before:
+        _compute_logits(model)
+    return {name for name in before if not torch.equal(model.get_buffer(name), before[name])}
+
+
 def _compute_logits(model: Any) -> torch.Tensor:
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False  # a cache needs an attention layer, and a tiny hybrid may have none
     ids = torch.arange(5, 17).view(1, -1)
     inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
+    if "ForSequenceClassification" in model.config.architectures[0]:
+        ids[:, -1] = model.config.eos_token_id  # BART classifies at this token
+    elif model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
     with torch.no_grad():
         return model(**inputs).logits.float()  # type: ignore[no-any-return]

@@ -31,6 +31,10 @@ SUFFIXES = frozenset({"weight", "bias"})
 PACKED = frozenset({"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"})
 """Tensors with all experts of a layer, as transformers 5 holds them in memory."""
 MAX_REPLACEMENTS = 3
+_BUILD_TEXT_MODEL = "init_vllm_registered_model"
+"""Function of vLLM that builds the text model of a multimodal model."""
+TEXT_MODEL = "LlamaForCausalLM"
+"""Class that stands in for a text model whose class only the config determines."""
 
 
 def build(folder: Path) -> None:
@@ -388,6 +392,12 @@ class Server:
             ):
                 other = self.find_class(node.value)  # Another model, named by its architecture.
                 children += [] if other is None else [other]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == _BUILD_TEXT_MODEL:
+                if not any(
+                    isinstance(each, ast.Constant) and each.value in self._entries for each in ast.walk(node)
+                ):
+                    text_model = self.find_class(TEXT_MODEL)
+                    children += [] if text_model is None else [text_model]
             elif (
                 isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "nn"
             ) and node.attr not in ("Module", "ModuleList", "ModuleDict", "Sequential"):

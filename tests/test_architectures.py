@@ -38,6 +38,11 @@ EXPORTED = [
     Pair("camembert", "causal-lm"),  # the head precedes the embedding that it is tied to
     Pair("sarvam_moe", "causal-lm"),  # files have one tensor for projections of unequal sizes
     Pair("qwen3_5", COMPOSITE),
+    Pair("qwen3_5_moe", COMPOSITE),
+    Pair("qwen3_vl", COMPOSITE),
+    Pair("llama4", COMPOSITE),  # routers that LoRA cannot adapt
+    Pair("neomme", "masked-lm"),  # linear layers that are tied to each other
+    Pair("reformer", "causal-lm"),  # layers whose parameters are not in the graph
 ]
 """Pairs for which only the export is checked."""
 

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 from converters.cli import main
 from converters.names.earlier_keys import add_earlier_keys
 from portable.data.dataset import build_data
+from portable.private import of_transformers
 from tests import earlier_keys
-from tests.composite import write_composite
+from tests.composite import build_composite, write_composite
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
 from tests.owners import NEEDS_OWNERS, ROOT, VARIABLE, run_judge, run_script
 from tests.owners_judge import TOKENS
@@ -35,6 +36,9 @@ pytestmark = [
     pytest.mark.owners,
     pytest.mark.skipif(VARIABLE not in os.environ, reason=NEEDS_OWNERS),
 ]
+COMPOSITE = ("gemma3", "llama4", "llava", "paligemma", "qwen3_vl")
+EXPERTS_AS_PUBLISHED = "qwen3_vl_moe"
+"""Type whose published experts have the shape `[experts, inputs, outputs]`, unlike in transformers 5."""
 TYPES: dict[str, list[str]] = {
     "transformers4": [
         "cohere2",
@@ -68,6 +72,7 @@ TYPES: dict[str, list[str]] = {
         "seed_oss",
         "smollm3",
         "starcoder2",
+        *COMPOSITE,
     ],
     "mlx": [
         "cohere2",
@@ -121,7 +126,6 @@ TOLERANCE_OF_FLOAT16 = 2e-2
 """The command of llama.cpp's converter writes float16 by default."""
 LIVE = ("mixtral", "gpt_neox")
 """Types that are also written with the names in memory, which a program that has the type rejects."""
-COMPOSITE = ("gemma3", "llama4", "llava", "qwen3_vl")
 ADAPTER = {"adapter__type": "lora", "adapter__r": 4}
 TRAINED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mixtral-from-scratch": ("mixtral", {}, ("transformers4", "mlx")),
@@ -129,6 +133,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llava-trained": ("llava", {}, ("transformers4",)),
     "llama4-trained": ("llama4", {}, ("transformers4",)),
     "qwen3_vl-trained": ("qwen3_vl", {}, ("transformers4",)),
+    "qwen3_vl_moe-trained": (EXPERTS_AS_PUBLISHED, {}, ("transformers4",)),
     "qwen3_moe-merged": ("qwen3_moe", {**ADAPTER, "checkpoint__export": "merged"}, ("transformers4", "mlx")),
     "llama-adapter": ("llama", ADAPTER, ("transformers4",)),
     "mixtral-adapter": (
@@ -172,7 +177,11 @@ class Sample(NamedTuple):
 
 def write_sample(folder: Path, model_type: str, names: str = "published") -> Sample:
     """Write a checkpoint as `torch.distributed.checkpoint` saves it during training, and convert it."""
-    model = tiny_model(model_type, vocab_size=VOCAB, **SETTINGS.get(model_type, {}))
+    if model_type in COMPOSITE:
+        of_transformers.mend_llama4()
+        model = build_composite(model_type).eval()
+    else:
+        model = tiny_model(model_type, vocab_size=VOCAB, **SETTINGS.get(model_type, {}))
     with torch.no_grad():  # Otherwise norms are ones, and biases are zeros.
         for value in model.parameters():
             value.add_(torch.randn_like(value) * 0.03)
@@ -189,7 +198,7 @@ def write_sample(folder: Path, model_type: str, names: str = "published") -> Sam
 
 def write_base(folder: Path, model_type: str, corpus: Path) -> Path:
     """Write a model and a tokenizer, with the names of published files, as the base of a run."""
-    if model_type in COMPOSITE:
+    if model_type in (*COMPOSITE, EXPERTS_AS_PUBLISHED):
         write_composite(folder, model_type, corpus)
         file = folder / "model.safetensors"
         tower = "vision_tower."  # transformers 5 does not save the prefix that published files have.
@@ -198,6 +207,11 @@ def write_base(folder: Path, model_type: str, corpus: Path) -> Path:
             for name, tensor in load_file(file).items()
             if ".head." not in name
         }
+        if model_type == EXPERTS_AS_PUBLISHED:
+            experts = [
+                name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+            ]
+            tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
         save_file(tensors, file, {"format": "pt"})
     else:
         tiny_model(model_type, **SETTINGS.get(model_type, {})).save_pretrained(folder)

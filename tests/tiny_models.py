@@ -47,6 +47,14 @@ _MLA = (
     "minicpm3",
     "youtu",
 )
+_QSA = {
+    **_LINEAR,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 _LINEAR_HEADS = {"num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **{name: {"num_key_value_heads": 4} for name in _MLA},
@@ -83,6 +91,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "neomme": {"head_dim": 16},
     "qwen3_next": _LINEAR,
+    "qwen4_exp_text": _QSA,
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR,
     "reformer": {

@@ -129,6 +129,17 @@ def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     return next(iter(find_split_ties(tensors)), None)
 
 
+def has_split_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+    """Return whether only the text part of a config ties output embeddings that the tensors do not tie.
+
+    transformers 5 writes this for Qwen3-VL-MoE: it reads the setting of the complete model and writes the
+    default of the text part. transformers 4.57 and vLLM read the setting of the text part.
+    """
+    text = config.get("text_config")
+    is_contradicted = isinstance(text, dict) and text.get("tie_word_embeddings") is True
+    return is_contradicted and config.get("tie_word_embeddings") is False and bool(find_split_ties(tensors))
+
+
 def find_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
     """Return the parameters of the class that a config names, or None if the class is unknown."""
     model_type, architecture = config.get("model_type"), get_architecture(config)

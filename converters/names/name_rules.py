@@ -487,5 +487,34 @@ def reverse_rules(rules: NameRules) -> Sequence[Rule]:
 
     Default `prefix` rules are omitted, because only some published files need them.
     """
-    used = rules.rules if rules.recorded else [rule for rule in rules.rules if rule.kind != PREFIX]
+    used = (
+        rules.rules if rules.recorded else [rule for rule in rules.rules if _is_written(rule, rules.config)]
+    )
     return list(reversed(used))
+
+
+_TYPES_WITH_PREFIXED_TOWERS = frozenset(
+    {
+        "aya_vision",
+        "cohere2_vision",
+        "gemma3",
+        "lfm2_vl",
+        "llava",
+        "llava_next",
+        "llava_next_video",
+        "llava_onevision",
+        "paligemma",
+        "video_llava",
+        "vipllava",
+    }
+)
+"""Model types of transformers 4.57 whose vision towers contain a module `vision_model`.
+
+Published files and servers have this name. transformers 5 removes it while it reads a file.
+"""
+
+
+def _is_written(rule: Rule, config: Mapping[str, Any]) -> bool:
+    """Return whether a default rule also applies if no base checkpoint shows which rules its files need."""
+    in_tower = rule.scope is not None and rule.scope.endswith("_tower")
+    return rule.kind != PREFIX or (in_tower and config.get("model_type") in _TYPES_WITH_PREFIXED_TOWERS)

@@ -32,6 +32,7 @@ from portable.errors import require
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
 from portable.model.groups import groups_of
+from portable.model.layers import find_repeated_modules
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
@@ -129,6 +130,12 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
             *experts,
             *called_by_choice(model),
         ]:  # gathered as one, so missing gradients become zeros
+            require(
+                not (repeated := find_repeated_modules(model, leaves)),
+                f"strategy: zero3 does not support {type(model).__name__}: one forward pass calls "
+                f"{', '.join(repeated[:1])} several times, whose gradients DeepSpeed would reduce once per "
+                "call; use zero1 or full_shard",
+            )
             deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
         _partition(deepspeed, model, settings, machine.device, compute)
     else:

@@ -359,6 +359,7 @@ def adapt(
         reason = one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
     _prepare_tokens(model, tied, grown_from)
+    of_transformers.require_input_gradients(model)
     names = _base_names(model, before)
     _mark_unreached(model, names)
     adapter = Adapter(config, settings, blueprint, model, names, grown=grown_from is not None)
@@ -451,6 +452,15 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     others = [
         name for name in linear if f"{name}.weight" not in unreached and model.get_submodule(name) is not head
     ]
+    tied = _find_shared_weights(model)
+    shared = [name for name in others if f"{name}.weight" in tied]
+    if shared:
+        patterns += [re.escape(name) for name in shared]
+        notes.append(
+            f"adapter.target_modules: all-linear excludes {', '.join(_last(shared))}, because these modules "
+            "share their weights with other modules (tied), which an adapter would not change"
+        )
+        others = [name for name in others if name not in shared]
     custom = _last([name for name in others if not _is_linear(model.get_submodule(name))])
     if custom:
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in custom]
@@ -478,6 +488,13 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
             f"adapter.target_modules: all-linear excludes {', '.join(rejected)}, because peft does not "
             f"support these modules in models of type {model.config.model_type}"
         )
+    saved = tuple(settings.modules_to_save or ())
+    adapted = [name for name in others if not any(f".{module}." in f".{name}." for module in saved)]
+    if not set(_last(adapted)).difference(custom, rejected) and not settings.target_parameters:
+        raise UserError(
+            f"adapter.target_modules: all-linear matches no module of {type(model).__name__}; list the "
+            "modules to adapt, or remove adapter.type to train the complete model"
+        )
     if patterns:
         settings.exclude_modules = "|".join(patterns)
     if any(name.rpartition(".")[2].isdigit() for name in linear) and config.adapter.layers is None:
@@ -501,6 +518,17 @@ def _is_linear(module: Any) -> bool:
     except Exception:  # a module of another kind may raise any exception
         return False
     return isinstance(output, torch.Tensor) and output.shape == (1, 2, module.out_features)
+
+
+def _find_shared_weights(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters that are tied to a parameter of another kind of module.
+
+    The layers of Zamba that share one module are of the same kind: each has its own adapter.
+    """
+    groups = [{first, *others} for first, others in tied_names(model).items() if others]
+    return {
+        name for group in groups if len({re.sub(r"\d+", "*", name) for name in group}) > 1 for name in group
+    }
 
 
 def _build_pattern(part: str) -> str:

@@ -10,6 +10,7 @@ import copy
 import difflib
 import inspect
 import re
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -420,10 +421,23 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
             return composite
     if own is not None:
         return auto_class
+    _check_generates(config, settings)
     model_class = _find_named_class(config) if composite is None else composite
     if model_class is None:
         raise UserError(_explain_missing_class(config, settings))
     return model_class
+
+
+def _check_generates(config: PretrainedConfig, settings: ModelConfig) -> None:
+    """Raise UserError if ``architectures`` names a class with a head that does not generate text."""
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    named = getattr(transformers, name, None)
+    if name.endswith("Model") or not isinstance(named, type) or not hasattr(named, "can_generate"):
+        return
+    if not named.can_generate():
+        raise UserError(f"{settings.key}: {name} does not generate text; choose another model")
 
 
 def _find_named_class(config: PretrainedConfig) -> Any:
@@ -561,6 +575,9 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Explain why building the model raised ``error``."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"model: {config.model_type} needs the package {package}; run: pip install {package}"
     if isinstance(error, ImportError):
         return f"model: {one_line(error)}"
     if isinstance(error, KeyError) and error.args:
@@ -574,7 +591,9 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
 
 # torch's messages for incompatible shapes. Other errors on the meta device, such as control flow that depends
 # on values, do not indicate a wrong config.
-_SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for input of size|Expected size")
+_SHAPES_DISAGREE = re.compile(
+    r"must match|cannot be multiplied|is invalid for input of size|Expected size|Mismatching argument"
+)
 
 
 def _check_forward(model: PreTrainedModel, key: str) -> None:
@@ -585,9 +604,15 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
         raise
     except Exception as error:
         name = type(model).__name__
-        if isinstance(error, TypeError | ValueError) and type(model) is _find_composite_class(model.config):
+        is_composite = type(model) is _find_composite_class(model.config)
+        if isinstance(error, TypeError | ValueError) and (is_composite or _names_argument(model, error)):
             raise UserError(
                 f"{key}: {name} requires other inputs besides text ({one_line(error)}); choose another model"
+            ) from error
+        if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
+            reason = textwrap.shorten(one_line(error), 100, placeholder=" ...")
+            raise UserError(
+                f"{key}: {name} does not run on text alone ({reason}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
@@ -601,6 +626,12 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
             f"{key}: {type(model).__name__} does not predict the next token of a text: it returns "
             f"{logits.shape[1]} predictions for 2 tokens; choose another model"
         )
+
+
+def _names_argument(model: PreTrainedModel, error: Exception) -> bool:
+    """Return whether an error message names an argument of the forward pass besides the tokens."""
+    arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
+    return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
 
 
 def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> int | None:

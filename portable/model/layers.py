@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -79,6 +81,31 @@ def trial_forward(
         inputs["decoder_input_ids"] = tokens
     with torch.set_grad_enabled(gradients), no_value_checks():
         return trial(**inputs)
+
+
+def find_repeated_modules(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
+    """Find the modules that one forward pass calls several times, as a loop over layers does.
+
+    Args:
+        model: The model on the meta device, with buffers anywhere. It is not modified.
+        modules: Modules of the model.
+
+    Returns:
+        Names of the modules. Empty if the model does not run on the meta device.
+    """
+    ids = {id(module) for module in modules}
+    calls = dict.fromkeys((name for name, module in model.named_modules() if id(module) in ids), 0)
+    trial: Any = copy.deepcopy(model).to("meta").eval()
+
+    def count(name: str, *_: Any) -> None:
+        calls[name] += 1
+
+    for name in calls:
+        trial.get_submodule(name).register_forward_pre_hook(partial(count, name))
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with suppress(Exception), torch.no_grad(), no_value_checks():  # control flow may depend on values
+        trial(input_ids=tokens, **({"decoder_input_ids": tokens} if trial.config.is_encoder_decoder else {}))
+    return [name for name, number in calls.items() if number > 1]
 
 
 def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

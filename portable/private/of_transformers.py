@@ -326,6 +326,16 @@ def recompute_by(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable
             setattr(module, name, wrap(getattr(module, name)))
 
 
+def require_input_gradients(model: PreTrainedModel) -> None:
+    """Let the embeddings of Reformer require a gradient, so that adapters in its layers are trained.
+
+    The layers run in an autograd function that does not have their parameters among its inputs. Without this,
+    no input of the function requires a gradient if the embeddings are frozen.
+    """
+    if "_ReversibleFunction" in module_of(model):
+        model.enable_input_require_grads()
+
+
 # -- weights -----------------------------------------------------------------------------------------------
 
 

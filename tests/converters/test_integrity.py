@@ -342,6 +342,14 @@ def test_conversion_unties_embeddings_that_differ(tmp_path: Path, capsys: pytest
     assert read_config(tmp_path / "out")["tie_word_embeddings"] is False
 
 
+def test_conversion_unties_the_text_part_like_the_complete_model(tmp_path: Path) -> None:
+    """transformers 5 saves configs of Qwen3-VL-MoE whose text part has the default of its class."""
+    settings = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}
+    source = write_folder(tmp_path / "source", **settings)
+    assert cli([str(source), str(tmp_path / "out")]) == 0
+    assert read_config(tmp_path / "out")["text_config"] == {"tie_word_embeddings": False}
+
+
 def test_conversion_removes_a_stale_quantization_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,8 @@ SOME = [
 ]
 DENSE_LAYERS = (r"block_sparse_moe(\.(gate|up|down)_proj)", r"mlp\1")
 """Renaming of the layers without experts of Kimi Linear, which transformers saves as ``block_sparse_moe``."""
+TOWER = (r"vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.")
+"""Renaming of the vision towers, whose names of transformers 5 neither transformers 4 nor servers find."""
 CANNOT_BE_SMALL = ("dots3_note", "musicgen", "musicgen_melody", "qwen4_exp_text")
 COMPOSITE = [("gemma3", "AutoModelForImageTextToText"), ("qwen3_vl_moe", "AutoModelForImageTextToText")]
 
@@ -82,7 +84,7 @@ def check_like_transformers(model: Any) -> None:
         name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in model.state_dict().items()
     }
     wanted = {
-        re.sub(*DENSE_LAYERS, name): value
+        re.sub(*TOWER, re.sub(*DENSE_LAYERS, name)): value
         for name, value in revert_weight_conversion(model, dict(state)).items()
     }
     rules = get_default_rules({**model.config.to_dict(), "architectures": [type(model).__name__]})
