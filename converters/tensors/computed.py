@@ -10,8 +10,7 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
+from converters.numeric import np
 from converters.storage.bytes import Memory
 from converters.tensors.by_rows import ComputedRows, filled_from
 from converters.tensors.dtypes import itemsize, numpy_dtype

@@ -15,11 +15,10 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.errors import CheckpointError, printable
 from converters.names.known_words import find_unknown_names
 from converters.names.model_config import check_fits
+from converters.numeric import np
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.tensors.casting import parse_dtype
