@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[Tensor, Tensor, bool]
 
-_BLOCK = 4 << 20
+_BLOCK = 512 << 10
 _PROMPT = "prompt_embeddings"
 _WRAPPED = "base_model."
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Array, Shape
 
 # Elements of a block: its float32 copy and the product that is added to it fit a core's cache.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 17
 
 
 class Edit(Protocol):
