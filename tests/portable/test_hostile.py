@@ -221,10 +221,22 @@ def test_settings_of_published_tokenizers_are_accepted(
     assert load_tokenizer(str(folder)).unk_token == "/etc/passwd"
 
 
-def test_the_number_of_layers_is_bounded(tmp_path: Path) -> None:
-    settings = {"model_type": "llama", "num_hidden_layers": 20_000_000}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="num_hidden_layers: 20000000 is too large; use at most 4096"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_hidden_layers": 20_000_000}, "num_hidden_layers: 20000000 is too large; use at most 4096"),
+        ({"model_type": ["llama"]}, r'config.json: model_type is \["llama"\] instead of a string; correct'),
+        ({"architectures": "X"}, 'config.json: architectures is "X" instead of a list of strings; correct'),
+        ({"id2label": {"x": 1}}, r"invalid literal for int.*; correct or restore its config.json"),
+        ({"attention_bias": []}, r"'attention_bias' expected bool.*; correct or restore its config.json"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_impossible_settings_of_a_config_are_named(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    with pytest.raises(UserError, match=message):
         model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
 
 
