@@ -30,12 +30,15 @@ def build_table() -> dict[str, dict[str, Any]]:
     for name, kind in inspect.getmembers(quantization_config, inspect.isclass):
         arguments = REQUIRED.get(name, {})
         try:
-            settings = json.loads(kind(**arguments).to_json_string(use_diff=False))
+            made: Any = kind(**arguments)
+            settings = json.loads(made.to_json_string(use_diff=False))
         except Exception:  # not a config, or the config of a library that is not installed
             continue
         if settings.get("quant_method") in table:
             table[settings["quant_method"]] |= {k: v for k, v in settings.items() if k not in arguments}
-    required = {name: {} for name, field in QuantizationConfig.model_fields.items() if field.is_required()}
+    required: dict[str, Any] = {
+        name: {} for name, field in QuantizationConfig.model_fields.items() if field.is_required()
+    }
     compressed = QuantizationConfig(**required).model_dump(mode="json")
     table["compressed-tensors"] |= {key: compressed[key] for key in compressed.keys() - required.keys()}
     return {

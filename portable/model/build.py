@@ -74,10 +74,10 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
         zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
         raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
     except Exception as error:
-        raise UserError(f"model.config: {_reason(error)}") from error
+        raise UserError(f"model.config: {_extract_reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _extract_reason(error: Exception) -> str:
     """Return the message of an exception without the name of the check in which transformers wraps it."""
     return re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", one_line(error))
 
@@ -98,7 +98,7 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(
-            f"model.name_or_path: {name}: {_reason(error)}; correct or restore its config.json"
+            f"model.name_or_path: {name}: {_extract_reason(error)}; correct or restore its config.json"
         ) from error
     return _changed(config, settings)
 

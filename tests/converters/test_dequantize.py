@@ -298,8 +298,8 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
         "new_list": [],
     }
     method = settings.get("quant_method", "bitsandbytes")
-    known = METHODS[method][1]
-    defaults = {key: value for key, value in build_defaults()[method].items() if key not in known}
+    supported = METHODS[method][1]
+    defaults = {key: value for key, value in build_defaults()[method].items() if key not in supported}
     source = written(tmp_path / "in", {**unset, **defaults, **settings}, tensors)
     for dtype, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         out = tmp_path / dtype

@@ -374,7 +374,10 @@ def write_mxfp4_experts(source: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config))
 
 
-DIFFERENT = {"mistral": {"sliding_window": None}, "qwen3_moe": {"norm_topk_prob": True}}
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
 """Settings of a type that llama.cpp does not compute with transformers' default."""
 
 

@@ -336,18 +336,33 @@ def test_conversion_refuses_invalid_settings(
     assert not (tmp_path / "out").exists()
 
 
-VALUES = (None, True, 0, -1, 1.5, 10**400, "", "x", [], ["x"], [[1]], [{}], {}, {"x": 1}, {"1": {}})
-FUZZED = {
-    "model": ("config.json", (), ("--to", "gguf"), ("--names", "live", "--dry-run")),
-    "codes": ("config.json", ("--dequantize",), ("--dtype", "bfloat16")),
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**400,
+    "",
+    "x",
+    [],
+    ["x"],
+    [[1]],
+    [{}],
+    {},
+    {"x": 1},
+    {"1": {}},
+)
+FUZZED: dict[str, tuple[str, list[tuple[str, ...]]]] = {
+    "model": ("config.json", [(), ("--to", "gguf"), ("--names", "live", "--dry-run")]),
+    "codes": ("config.json", [("--dequantize",), ("--dtype", "bfloat16")]),
     "adapter": (
         "adapter_config.json",
-        ("--merge-into", "{model}"),
-        ("--to", "gguf", "--config-from", "{model}"),
+        [("--merge-into", "{model}"), ("--to", "gguf", "--config-from", "{model}")],
     ),
-    "tokenizer": ("tokenizer_config.json", ("--to", "gguf"), ()),
-    "generation": ("generation_config.json", ("--to", "gguf"), ()),
-    "shards": ("model.safetensors.index.json", ()),
+    "tokenizer": ("tokenizer_config.json", [("--to", "gguf"), ()]),
+    "generation": ("generation_config.json", [("--to", "gguf"), ()]),
+    "shards": ("model.safetensors.index.json", [()]),
 }
 """File whose values are replaced by values of other types, and options with which the folder is converted."""
 PYTHON_WORDS = re.compile(
@@ -394,11 +409,11 @@ def iterate_changes(table: dict[str, Any], step: int) -> Iterator[dict[str, Any]
 def test_settings_of_any_type_are_one_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    source, (name, *conversions) = write_fuzzed_folder(kind, tmp_path), FUZZED[kind]
+    source, (name, templates) = write_fuzzed_folder(kind, tmp_path), FUZZED[kind]
     file, out = source / name, tmp_path / "out"
     table = {"chat_template": "x", "eos_token": "y"} if kind == "tokenizer" else json.loads(file.read_bytes())
     step = 1 if request.config.getoption("--all") else 5
-    conversions = [[part.format(model=tmp_path / "base") for part in each] for each in conversions]
+    conversions = [[part.format(model=tmp_path / "base") for part in each] for each in templates]
     for changed in (*iterate_changes(table, step), [], "x", 3):
         file.write_text(json.dumps(changed))
         for options in conversions:

@@ -123,12 +123,10 @@ def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, withi
         return None
     if (master.dtype, weight.dtype) == ("F32", "BF16") and _to_bfloat16(ours) == theirs:
         return True
-    ours, theirs = (
-        np.frombuffer(ours, numpy_dtype(master.dtype)),
-        np.frombuffer(theirs, numpy_dtype(weight.dtype)),
-    )
+    left = np.frombuffer(ours, numpy_dtype(master.dtype))
+    right = np.frombuffer(theirs, numpy_dtype(weight.dtype))
     with np.errstate(all="ignore"):
-        same = (ours.astype(theirs.dtype) == theirs) | ((ours != ours) & (theirs != theirs))
+        same = (left.astype(right.dtype) == right) | ((left != left) & (right != right))
     return bool(same.all())
 
 
