@@ -30,8 +30,8 @@ def build_table() -> dict[str, dict[str, Any]]:
     for name, kind in inspect.getmembers(quantization_config, inspect.isclass):
         arguments = REQUIRED.get(name, {})
         try:
-            made: Any = kind(**arguments)
-            settings = json.loads(made.to_json_string(use_diff=False))
+            config: Any = kind(**arguments)
+            settings = json.loads(config.to_json_string(use_diff=False))
         except Exception:  # not a config, or the config of a library that is not installed
             continue
         if settings.get("quant_method") in table:
