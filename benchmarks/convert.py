@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.convert_make import KINDS, WORLD
+from benchmarks.convert_make import KINDS, RANK, WORLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +35,7 @@ COPY, COPY_SYNCED = "cp", "cp, then fsync"
 NEEDS = {
     "dcp": "torch",
     "fp8": "transformers",
+    "merge": "peft",
     "zero2": "deepspeed",
     "zero3": "deepspeed",
     "xla": "torch_xla",
@@ -45,9 +46,12 @@ SOURCES = {
     "zero3": "DeepSpeed ZeRO-3, bf16",
     "xla": "PyTorch/XLA FSDP",
     "fp8": "weights in fp8 by blocks, to bfloat16",
+    "merge": f"LoRA adapter of rank {RANK}, merged into its base model in bfloat16",
 }
-MORE = {"fp8": ("--dequantize",)}
-"""Options of ours, by checkpoint."""
+SUBFOLDERS = {"dcp": "pytorch_model_fsdp_0", "merge": "adapter"}
+"""Folder inside a checkpoint that is converted, by kind."""
+MORE = {"fp8": "--dequantize", "merge": "--merge-into {source}/../base"}
+"""Options of `portable-convert`, by kind of checkpoint."""
 _ZERO = {
     "zero_to_fp32.py, .bin": "{source}/zero_to_fp32.py {source} {out}",
     "zero_to_fp32.py, safetensors": "{source}/zero_to_fp32.py {source} {out} --safe_serialization",
@@ -69,8 +73,11 @@ PEERS = {
         "transformers, dequantize": "-m benchmarks.convert_peers transformers {source} {out}",
         "compressed-tensors, no model": "-m benchmarks.convert_peers compressed {source} {out}",
     },
+    "merge": {"peft merge_and_unload": "-m benchmarks.convert_peers peft {source} {out}"},
 }
 """The arguments of Python by checkpoint and contestant."""
+ROUNDING = {"merge": 1}
+"""Units in the last place by which another program's result may differ, by kind of checkpoint."""
 # Only packages that a user would have; no accelerator.
 ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
@@ -128,8 +135,9 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
-def portable(source: Path, out: Path, *more: str) -> list[str]:
-    return python("-m", "converters.cli", str(source), str(out), "--quiet", *more)
+def portable(kind: str, source: Path, out: Path, *more: str) -> list[str]:
+    options = [part.format(source=source) for part in MORE.get(kind, "").split()]
+    return python("-m", "converters.cli", str(source), str(out), "--quiet", *more, *options)
 
 
 def copies(result: Path) -> list[Contestant]:
@@ -146,7 +154,7 @@ def contestants(kind: str, result: Path) -> list[Contestant]:
     """All contestants for a checkpoint of `kind`; `cp` copies the weights of the finished `result`."""
 
     def ours(*more: str) -> Callable[[Path, Path], list[str]]:
-        return lambda source, out: portable(source, out, *more, *MORE.get(kind, ()))
+        return lambda source, out: portable(kind, source, out, *more)
 
     def peer(template: str) -> Callable[[Path, Path], list[str]]:
         return lambda source, out: python(
@@ -197,20 +205,24 @@ def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
     return run, child.returncode
 
 
-def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
+def compete(kind: str, source: Path, work: Path, rounds: int, *, peers: bool = True) -> list[Result]:
     """Every contestant in turn; AssertionError where two results differ."""
     reference, log = work / f"{kind}-result", work / "log"
     shutil.rmtree(reference, ignore_errors=True)
-    _, code = measure(portable(source, reference, *MORE.get(kind, ())), log)  # also warms the page cache
+    _, code = measure(portable(kind, source, reference), log)  # also warms the page cache
     if code:
         raise RuntimeError(last_line(log))
-    expected = digest(reference)
+    units = ROUNDING.get(kind, 0)
 
     def check(contestant: Contestant, out: Path) -> None:
         if contestant.writes:
-            assert digest(out) == expected, f"{contestant.name} and {OURS} differ on {kind}"
+            message = f"{contestant.name} and {OURS} differ on {kind}"
+            assert compare(reference, out) <= (0 if contestant.name == OURS else units), message
 
-    results = take_turns(contestants(kind, reference), source, work, rounds, check)
+    everyone = contestants(kind, reference)
+    if not peers:
+        everyone = [contestant for contestant in everyone if contestant.name not in PEERS[kind]]
+    results = take_turns(everyone, source, work, rounds, check)
     shutil.rmtree(reference)
     return results
 
@@ -251,10 +263,15 @@ def take_turns(
     return list(results.values())
 
 
-def digest(folder: Path) -> object:
-    """The content of a result, read by another process with other libraries."""
-    command = python("-m", "benchmarks.convert_peers", "digest", str(folder))
-    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+def compare(one: Path, two: Path) -> float:
+    """Compare two results in another process with other libraries.
+
+    Returns:
+        The largest difference between two elements, in units in the last place, or infinity if the names,
+        dtypes or shapes differ.
+    """
+    command = python("-m", "benchmarks.convert_peers", "compare", str(one), str(two))
+    return float(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
 def last_line(log: Path) -> str:
@@ -264,17 +281,17 @@ def last_line(log: Path) -> str:
 
 def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
     """A checkpoint of `kind`, made if missing; None and the reason if it cannot be made."""
-    if find_spec(NEEDS[kind]) is None:
-        return None, f"{NEEDS[kind]} is not installed"
     folder, log = work / f"{kind}-{gigabytes:g}", work / "log"
     if not folder.exists():
+        if find_spec(NEEDS[kind]) is None:
+            return None, f"{NEEDS[kind]} is not installed"
         partial = work / f"{kind}.part"
         shutil.rmtree(partial, ignore_errors=True)
         command = python("-m", "benchmarks.convert_make", kind, str(partial), "--gigabytes", str(gigabytes))
         if measure(command, log)[1]:
             return None, last_line(log)
         partial.rename(folder)
-    return (folder / "pytorch_model_fsdp_0" if kind == "dcp" else folder), ""
+    return folder / SUBFOLDERS.get(kind, ""), ""
 
 
 def table(kind: str, results: Sequence[Result]) -> str:
@@ -323,10 +340,13 @@ def sparse_checkpoint(folder: Path, count: int, shape: tuple[int, int] = (2000, 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.4, help="of fp32 weights in the result")
+    parser.add_argument("--gigabytes", type=float, default=1.4, help="of weights in the result")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--only", nargs="+", choices=KINDS, default=list(KINDS), help="checkpoints to convert"
+    )
+    parser.add_argument(
+        "--no-peers", dest="peers", action="store_false", help="time only cp and portable-convert"
     )
     parser.add_argument("--small", action="store_true", help="2 MB and one round: does it run?")
     parser.add_argument("--folder", type=Path, help="keep the checkpoints there for the next run")
@@ -351,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if source is None:
                 print(f"{SOURCES[kind]}: skipped, {missing}\n")
                 continue
-            results = compete(kind, source, work, options.rounds)
+            results = compete(kind, source, work, options.rounds, peers=options.peers)
             document[kind] = [asdict(result) for result in results]
             print(table(kind, results), flush=True)
     finally:

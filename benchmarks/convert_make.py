@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORLD = 2
-KINDS = ("dcp", "zero2", "zero3", "xla", "fp8")
+KINDS = ("dcp", "zero2", "zero3", "xla", "fp8", "merge")
+RANK = 16
+"""Rank of the adapter of `merge`."""
 
 
 def model_config(gigabytes: float) -> dict[str, Any]:
-    """A Llama whose fp32 weights take about that many gigabytes. Untied: some peers cannot write ties."""
+    """A Llama whose fp32 weights take about that many gigabytes; untied: some peers cannot write ties."""
     hidden, vocabulary = (1024, 32_000) if gigabytes >= 0.5 else (64, 512)
     inner = hidden * 11 // 4
     layer = 4 * hidden * hidden + 3 * hidden * inner
@@ -141,6 +143,21 @@ def fp8(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(whole_config))
 
 
+def merge(folder: Path, config: dict[str, Any]) -> None:
+    """A model in bfloat16 and a LoRA adapter on all its linear layers, as peft saves it."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = _model(config).to(torch.bfloat16)
+    model.save_pretrained(folder / "base")
+    settings = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(model, settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # zeros until the first step
+            torch.nn.init.normal_(parameter, std=0.02)
+    adapted.save_pretrained(folder / "adapter")
+
+
 def _launch(body: Callable[[int], None]) -> None:
     """Run `body(rank)` in forked ranks joined by gloo; RuntimeError if one fails."""
     import torch
@@ -190,6 +207,8 @@ def make(kind: str, folder: Path, gigabytes: float) -> None:
         xla(folder, config)
     elif kind == "fp8":
         fp8(folder, config)
+    elif kind == "merge":
+        merge(folder, model_config(2 * gigabytes))
     elif kind == "dcp":
         import transformers  # noqa: F401  # once here, not once a rank
 
@@ -204,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert_make", description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=1.4, help="of the fp32 result")
+    parser.add_argument("--gigabytes", type=float, default=1.4, help="of the result")
     options = parser.parse_args(argv)
     make(options.kind, options.folder, options.gigabytes)
     return 0

@@ -1,17 +1,18 @@
 """What `benchmarks.convert` runs as processes of their own, with other libraries than ours.
 
 ``python -m benchmarks.convert_peers deepseek|transformers|compressed FOLDER OUT``: others' ways from fp8
-weights with a scale for each block to bfloat16. ``digest FOLDER`` prints JSON of a result: name -> [dtype,
-shape, digest].
+weights with a scale for each block to bfloat16. ``peft FOLDER OUT`` merges an adapter into the model in the
+folder ``base`` next to it. ``compare FOLDER FOLDER`` prints the largest difference between the tensors of two
+results, in units in the last place.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -54,6 +55,15 @@ def compressed(source: Path, out: Path) -> None:
     convert_checkpoint(source, out, FP8BlockDequantizer.from_pretrained(source))
 
 
+def peft(source: Path, out: Path) -> None:
+    """Merge as peft's documentation does."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source.parent / "base", dtype=torch.bfloat16)
+    PeftModel.from_pretrained(model, str(source)).merge_and_unload().save_pretrained(out)
+
+
 def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of one weights file, one at a time."""
     if path.suffix == ".safetensors":
@@ -67,21 +77,47 @@ def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     yield from state.items()
 
 
-def digest(folder: Path) -> dict[str, list[Any]]:
-    """Every tensor of the weight files in `folder`."""
-    found: dict[str, list[Any]] = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
-            for name, tensor in tensors(path):
-                data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                found[name] = [dtype, list(tensor.shape), hashlib.blake2b(data, digest_size=16).hexdigest()]
-    return found
+def read_result(folder: Path) -> dict[str, torch.Tensor]:
+    """Map every tensor of the weight files in a folder into memory."""
+    suffixes = (".safetensors", ".bin", ".pt", ".pth")
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in suffixes]
+    return {name: tensor for path in paths for name, tensor in tensors(path)}
+
+
+def compare(one: Path, two: Path) -> float:
+    """Return the largest difference between two results.
+
+    Returns:
+        The difference in units in the last place, or infinity if the names, dtypes or shapes differ.
+    """
+    left, right = read_result(one), read_result(two)
+    if {n: (t.dtype, t.shape) for n, t in left.items()} != {n: (t.dtype, t.shape) for n, t in right.items()}:
+        return math.inf
+    return max(_count_units(tensor, right[name]) for name, tensor in left.items())
+
+
+def _count_units(one: torch.Tensor, two: torch.Tensor) -> int:
+    """Return the largest difference between two tensors of 1 or more elements, in units in the last place."""
+    if torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)):
+        return 0
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[one.element_size()]
+    ordered = []
+    for tensor in (one, two):
+        bits = tensor.contiguous().view(words).long()
+        # The magnitude of a float grows with its bits, and the sign is the first bit.
+        ordered.append(torch.where(bits < 0, torch.iinfo(words).min - bits, bits))
+    return int((ordered[0] - ordered[1]).abs().max())
 
 
 if __name__ == "__main__":
-    what, *folders = sys.argv[1], *map(Path, sys.argv[2:])
-    if what == "digest":
-        json.dump(digest(*folders), sys.stdout)
-    else:
-        {"deepseek": deepseek, "transformers": transformers, "compressed": compressed}[what](*folders)
+    command, *folders = sys.argv[1], *map(Path, sys.argv[2:])
+    functions = {
+        "deepseek": deepseek,
+        "transformers": transformers,
+        "compressed": compressed,
+        "peft": peft,
+        "compare": compare,
+    }
+    result = functions[command](*folders)
+    if result is not None:
+        print(result)

@@ -353,8 +353,6 @@ def _asked(
     """
     from converters.names.model_config import check_fits
     from converters.writers.conversion import Choices
-    from converters.writers.gguf_writer import plan_gguf_adapter
-    from converters.writers.safetensors_writer import plan_adapter
     from converters.writers.targets import planner
 
     if options.dequantize is not None and options.merge_into is None:
@@ -380,7 +378,11 @@ def _asked(
     if adapter is None:
         return checkpoint, partial(planner(options.to), checkpoint, choices)
     if options.to == "gguf":
+        from converters.writers.gguf_writer import plan_gguf_adapter
+
         return checkpoint, lambda: plan_gguf_adapter(adapter, _base_config(adapter, given), choices)
+    from converters.writers.safetensors_writer import plan_adapter
+
     return checkpoint, partial(plan_adapter, adapter, choices)
 
 
@@ -397,8 +399,6 @@ def _adapter(
         values of the experts.
     """
     from converters.adapters.adapter import find_adapter
-    from converters.adapters.config import given_config
-    from converters.adapters.merging import merge
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
 
@@ -414,7 +414,11 @@ def _adapter(
                 f"{given[0]}: adapters are written as safetensors or gguf; leave out --to {options.to}"
             )
         return checkpoint, None, checkpoint
-    config = None if options.adapter_config is None else given_config(options.adapter_config)
+    config = None
+    if options.adapter_config is not None:
+        from converters.adapters.config import given_config
+
+        config = given_config(options.adapter_config)
     adapter = find_adapter(checkpoint, config=config, name=options.adapter_name)
     if adapter is None:
         if given:
@@ -441,6 +445,8 @@ def _adapter(
     stored = base
     if options.dequantize is not None:
         base = _floats(base, options.dequantize)
+    from converters.adapters.merging import merge
+
     merged = merge(adapter, base, dtype=options.dtype)
     if merged.config.get("tie_word_embeddings") is False and not options.quiet:
         _note(

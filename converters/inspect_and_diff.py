@@ -8,13 +8,12 @@ from functools import partial
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.adapters.adapter import find_adapter
 from converters.console import say
 from converters.errors import CheckpointError, printable
 from converters.integrity import find_problems
 from converters.naming import find_name_rules, rename_to_published
+from converters.numeric import np
 from converters.opening import open_checkpoint
 from converters.tensors.casting import BLOCK_BYTES
 from converters.tensors.dtypes import itemsize

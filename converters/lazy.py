@@ -1,10 +1,11 @@
-"""Names of a package that are imported at their first use (PEP 562)."""
+"""Names of a package (PEP 562) and whole modules that are imported at their first use."""
 
 from __future__ import annotations
 
 import sys
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,3 +39,15 @@ def _homes(package: str) -> dict[str, str]:
         node for node in ast.walk(ast.parse(loader.get_source(package))) if isinstance(node, ast.ImportFrom)
     ]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+class DeferredModule(ModuleType):
+    """A module that is imported when one of its attributes is first read.
+
+    `importlib.util.LazyLoader` is not safe in several threads before Python 3.12.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        # Later reads of the attribute find it here and do not call this method.
+        value = self.__dict__[name] = getattr(import_module(self.__name__), name)
+        return value

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.names.contradictions import find_invalid_settings
 from converters.storage.safe_open import stays_inside
 from portable.errors import UserError, one_line
 from portable.paths import check_folder, read_json
@@ -57,7 +58,7 @@ def check_settings(key: str, name_or_path: str, files: tuple[str, ...], *, offli
 
     Raises:
         UserError: If a link leaves the folder, a name is not a regular file, a value of `files` names a file
-            outside the folder, or a size is out of bounds.
+            outside the folder, a size is out of bounds, or a value of ``config.json`` has the wrong type.
     """
     check_folder(key, name_or_path)
     for path in _find_files(name_or_path, files, offline=offline):
@@ -66,6 +67,10 @@ def check_settings(key: str, name_or_path: str, files: tuple[str, ...], *, offli
         except (OSError, ValueError):  # the library reports a file that it cannot read
             continue
         check_values(f"{key}: {path}", settings, path.parent)
+        if path.name == CONFIG_FILE and isinstance(settings, dict):
+            invalid = find_invalid_settings(settings, ())
+            if invalid:
+                raise UserError(f"{key}: {path}: {one_line(invalid[0])}; correct the file")
 
 
 def check_values(where: str, settings: Any, folder: Path) -> None:

@@ -3,11 +3,12 @@
     python -m tests.versions newest|lowest [--python VERSION]
     python -m tests.versions pin
 
-The first makes fresh environments without constraints, one for CPU, CUDA and ZeRO and one for XLA, and runs
-in them what a user does first: the quick start, its resume, the model it made, LoRA, two ranks of ZeRO and of
-FSDP2, a conversion, the contract of the engines, two steps on XLA, and a plan by the TPU's compiler. The
-second writes ``constraints.txt`` and ``constraints-xla.txt`` with the newest versions that go together. Both
-need ``uv``, which is part of the extra ``test``.
+The first makes fresh environments without constraints, one for CPU, CUDA and ZeRO, one for XLA, and one with
+the programs that write checkpoints. It runs in them what a user does first: the quick start, its resume, the
+model it made, LoRA, two ranks of ZeRO and of FSDP2, a conversion, the contract of the engines, two steps on
+XLA, a plan by the TPU's compiler, and the conversion of checkpoints of each writer. ``--only`` selects
+environments. The second writes ``constraints.txt`` and ``constraints-xla.txt`` with the newest versions that
+go together. Both need ``uv``, which is part of the extra ``test``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class World(NamedTuple):
 
     Attributes:
         extras: of the project.
+        packages: further packages, in the newest version.
         variables: of the environment of all commands.
         commands: by what they show; run in an empty folder. The first word is a program of the environment.
     """
@@ -40,6 +42,13 @@ class World(NamedTuple):
     extras: str
     variables: dict[str, str]
     commands: dict[str, Command]
+    packages: tuple[str, ...] = ()
+
+
+def read_written(*files: str, only: str = "") -> Command:
+    """Return the command for tests of the converter in which a library writes the checkpoints."""
+    paths = [f"{ROOT}/tests/converters/{file}" for file in files]
+    return ("python", "-m", "pytest", "-q", *paths, *(("-k", only) if only else ()))
 
 
 RUN = ("portable-train", "--log.trackers", "[]", "--train.steps", "12", "--train.warmup_steps", "2")
@@ -77,27 +86,44 @@ WORLDS = {
             "plan": ("portable-plan", "--device", "v5e", "--devices", "4", "--compile"),
         },
     ),
+    "writers": World(
+        "test-tools",
+        {"DS_ACCELERATOR": "cpu"},
+        {
+            "compressed-tensors, bitsandbytes": read_written("test_dequantize.py", only="not torchao"),
+            "torchao": read_written("test_dequantize.py", only="torchao"),
+            "peft": read_written("test_merging.py", only="every_kind_of_adapter"),
+            "gguf": read_written("test_gguf.py"),
+            "DeepSpeed": read_written("test_deepspeed.py"),
+            "Accelerate, torch": read_written("test_dcp.py", "test_fsdp_ranks.py"),
+            "Megatron": read_written("test_megatron.py"),
+            "transformers": read_written("test_published_names.py"),
+        },
+        ("torchao",),
+    ),
 }
 
 
-def environment(folder: Path, extras: str, bound: str, python: str) -> Path:
+def environment(folder: Path, world: World, bound: str, python: str) -> Path:
     """A new environment in ``folder`` with the project; the folder of its programs."""
     uv = [sys.executable, "-m", "uv"]
     install = [*uv, "pip", "install", "--quiet", "--python", str(folder)]
     resolution = "highest" if bound == "newest" else "lowest-direct"
     subprocess.run([*uv, "venv", "--quiet", "--python", python, str(folder)], check=True)
-    subprocess.run([*install, "--resolution", resolution, "-e", f"{ROOT}[{extras}]"], check=True)
-    subprocess.run([*install, *TOOLS], check=True)
+    subprocess.run([*install, "--resolution", resolution, "-e", f"{ROOT}[{world.extras}]"], check=True)
+    subprocess.run([*install, *TOOLS, *world.packages], check=True)
     subprocess.run([*uv, "pip", "list", "--python", str(folder)], check=True)
     return folder / "bin"
 
 
-def look(bound: str, python: str) -> int:
-    """Try each command of :data:`WORLDS`; 1 if one failed."""
+def look(bound: str, python: str, only: list[str]) -> int:
+    """Try each command of some of :data:`WORLDS`; 1 if one failed."""
     failed = []
     for name, world in WORLDS.items():
+        if name not in only:
+            continue
         with tempfile.TemporaryDirectory() as scratch:
-            programs = environment(Path(scratch, "env"), world.extras, bound, python)
+            programs = environment(Path(scratch, "env"), world, bound, python)
             variables = {**os.environ, **world.variables, "PATH": f"{programs}:{os.environ['PATH']}"}
             work = Path(scratch, "work")
             work.mkdir()
@@ -135,8 +161,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("what", choices=["newest", "lowest", "pin"])
     parser.add_argument("--python", default="3.11", help="version of the new environments (default 3.11)")
+    parser.add_argument("--only", nargs="+", choices=list(WORLDS), default=list(WORLDS), help="environments")
     chosen = parser.parse_args(arguments)
-    return pin() if chosen.what == "pin" else look(chosen.what, chosen.python)
+    return pin() if chosen.what == "pin" else look(chosen.what, chosen.python, chosen.only)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from converters.adapters.names import FINGERPRINT, MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_beside
 from converters.errors import CheckpointError, blame
+from converters.numeric import np
 from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.tensors.dtypes import CASTABLE
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[Tensor, Tensor, bool]
 
-_BLOCK = 4 << 20
+_BLOCK = 512 << 10
 _PROMPT = "prompt_embeddings"
 _WRAPPED = "base_model."
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.adapters.base_names import BaseNames, Found, Region
 from converters.adapters.edits import Scale, same
 from converters.errors import CheckpointError, blame
 from converters.names.tied_weights import OTHER_HEAD, find_implied_ties, same_values
+from converters.numeric import np
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed

@@ -14,7 +14,7 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from converters.numeric import np
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,6 @@ from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.adapters.base_changes import KEPT, BaseChanges, Change, whole
 from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
@@ -23,6 +21,7 @@ from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, ends_with
+from converters.numeric import np
 from converters.quantization.dequantize import quantization_of
 from converters.storage.safe_open import read_small_table
 from converters.tensors.computed import grown

@@ -13,11 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from converters.containers.crc32c import crc32c
 from converters.errors import CheckpointError
 from converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
+from converters.numeric import np
 from converters.storage.bytes import Memory
 
 if TYPE_CHECKING:

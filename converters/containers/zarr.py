@@ -16,14 +16,13 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.containers.crc32c import crc32c
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError, blame
+from converters.numeric import np
 from converters.storage.bytes import Memory, Slice, read_json
 from converters.storage.compressed import CODECS, Compressed
-from converters.tensors.dtypes import FROM_NUMPY, itemsize, numpy_dtype
+from converters.tensors.dtypes import itemsize, map_numpy_dtypes, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, is_shape, possible_shape, row_major
 
 if TYPE_CHECKING:
@@ -321,6 +320,6 @@ def _element(fill: Any, dtype: str) -> bytes:
 # Version 2 has numpy's codes (`<f4`) for the types that numpy knows.
 _DTYPES = {
     name: ours
-    for kind, ours in FROM_NUMPY.items()
+    for kind, ours in map_numpy_dtypes().items()
     for name in ((kind.name, kind.str) if kind.isbuiltin == 1 else (kind.name,))
 }

@@ -23,7 +23,7 @@ from converters.names.module_order import module_order
 from converters.storage.bytes import read_json, read_table
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
-from converters.tensors.dtypes import NUMPY, itemsize
+from converters.tensors.dtypes import SUPPORTED, itemsize
 from converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
         sound = False
     if not sound or not is_shape(shape) or not is_shape((low, high)):
         raise CheckpointError(f"damaged header entry for {name!r}")
-    if dtype not in NUMPY:
+    if dtype not in SUPPORTED:
         raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, not supported")
     return dtype, list(shape), low, high
 

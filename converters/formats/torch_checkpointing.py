@@ -396,7 +396,7 @@ def _read_state(leaf: Any) -> Tensor | Scalar | None:
 
 
 def _read_value(leaf: Any) -> Any:
-    return leaf.tensor().read().tolist() if isinstance(leaf, (Parts, Copies)) else leaf
+    return leaf.tensor().tolist() if isinstance(leaf, (Parts, Copies)) else leaf
 
 
 def _read_step(folder: Folder) -> dict[str, int]:

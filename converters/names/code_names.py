@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # A parameter that transformers declares as `weight` is never an integer unless it is quantized.
 _CODES = re.compile(
     r"(.*[._])?(weight|(q|packed_|quantized_)?weights?|weight_packed|qzeros|codes|_data|_packed_weight|blocks"
-    r"|packed|scales)|.*\.weight\.\w+"
+    r"|packed|qdata|scales)|.*\.weight\.\w+"
 )
 _SCALES = ("_scale", "_scale_inv", "_scale_2", "_scales", "_global_scale", "_zero_point", ".absmax", ".SCB")
 

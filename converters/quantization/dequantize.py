@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
@@ -36,6 +38,7 @@ ACTIVATIONS = re.compile(
 _OF_WEIGHTS = re.compile(
     r".+(_scale(_inv|_2)?|_zero_point|_global_scale|_scales|_shape|\.(scales|qzeros|absmax|SCB|quant_map))"
 )
+_DEFAULTS = Path(__file__).parent / "default_settings.json"
 _HARMLESS = frozenset({"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"})
 
 
@@ -101,7 +104,8 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
         )
     read, known = METHODS[method]
     where = f"{checkpoint.root}: {KEY} of {method}"
-    used = {key for key, value in settings.items() if not is_unset(value)}
+    defaults = _read_defaults()[method]
+    used = {key for key, value in settings.items() if not is_unset(value) and value != defaults.get(key)}
     if unknown := sorted(used - known - _HARMLESS):
         raise CheckpointError(f"{where}: {printable(unknown[0])} is not known, and may change the weights")
     weights = _Weights(checkpoint.tensors, str(DTYPES[dtype]))
@@ -115,6 +119,13 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}
     files = {name: path for name, path in checkpoint.companions.items() if name not in _FILES}
     return checkpoint.with_tensors(tensors, {KEY: None, "compression_config": None}, files)
+
+
+@cache
+def _read_defaults() -> dict[str, dict[str, Any]]:
+    """Read the defaults that the libraries write for each `quant_method`."""
+    table: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_bytes())
+    return table
 
 
 def quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

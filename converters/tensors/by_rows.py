@@ -6,11 +6,10 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from converters.errors import CheckpointError
+from converters.numeric import np
 from converters.tensors.casting import rounded
-from converters.tensors.dtypes import FROM_NUMPY, itemsize, numpy_dtype
+from converters.tensors.dtypes import itemsize, map_numpy_dtypes, numpy_dtype
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def filled_from(rows: Rows) -> Fill:
 
     def fill(out: Array, matrix: Shape, first: int, touched: Touched) -> None:
         made = rows(matrix, first, len(out), touched).reshape(out.shape)
-        out[...] = rounded(made, FROM_NUMPY[out.dtype]) if made.dtype == np.float64 else made
+        out[...] = rounded(made, map_numpy_dtypes()[out.dtype]) if made.dtype == np.float64 else made
 
     return fill
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from converters.errors import CheckpointError
+from converters.numeric import np
 from converters.options import DTYPES
-from converters.tensors.dtypes import CASTABLE, NUMPY, numpy_dtype
+from converters.tensors.dtypes import CASTABLE, SUPPORTED, numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +29,7 @@ def parse_dtype(name: str, *, ggml: bool = False) -> str | None:
     """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    if DTYPES[name] not in (None, *NUMPY) and not ggml:
+    if DTYPES[name] not in (None, *SUPPORTED) and not ggml:
         raise CheckpointError(f"--dtype {name}: only --to gguf writes it")
     return DTYPES[name]
 

@@ -10,8 +10,7 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
+from converters.numeric import np
 from converters.storage.bytes import Memory
 from converters.tensors.by_rows import ComputedRows, filled_from
 from converters.tensors.dtypes import itemsize, numpy_dtype
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Array, Shape
 
 # Elements of a block: its float32 copy and the product that is added to it fit a core's cache.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 17
 
 
 class Edit(Protocol):

@@ -10,9 +10,8 @@ from __future__ import annotations
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from converters.errors import CheckpointError
+from converters.numeric import np
 from converters.tensors.by_rows import ComputedRows, part_of, require, rows_of, tensor_of
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Tensor

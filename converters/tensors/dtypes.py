@@ -5,40 +5,54 @@ Source: https://github.com/huggingface/safetensors (`Dtype`), torch/storage.py (
 
 from __future__ import annotations
 
+import struct
+from functools import cache
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from converters.errors import CheckpointError
+from converters.numeric import ml_dtypes, np
 
-_TABLE: tuple[tuple[str, Any, str, str], ...] = (
-    # safetensors name, numpy type, torch dtype, torch storage class
-    ("F64", np.float64, "float64", "DoubleStorage"),
-    ("F32", np.float32, "float32", "FloatStorage"),
-    ("F16", np.float16, "float16", "HalfStorage"),
-    ("BF16", ml_dtypes.bfloat16, "bfloat16", "BFloat16Storage"),
-    ("I64", np.int64, "int64", "LongStorage"),
-    ("I32", np.int32, "int32", "IntStorage"),
-    ("I16", np.int16, "int16", "ShortStorage"),
-    ("I8", np.int8, "int8", "CharStorage"),
-    ("U64", np.uint64, "uint64", ""),
-    ("U32", np.uint32, "uint32", ""),
-    ("U16", np.uint16, "uint16", ""),
-    ("U8", np.uint8, "uint8", "ByteStorage"),
-    ("BOOL", np.bool_, "bool", "BoolStorage"),
-    ("F8_E4M3", ml_dtypes.float8_e4m3fn, "float8_e4m3fn", ""),
-    ("F8_E5M2", ml_dtypes.float8_e5m2, "float8_e5m2", ""),
-    ("F8_E8M0", ml_dtypes.float8_e8m0fnu, "float8_e8m0fnu", ""),
-    ("C64", np.complex64, "complex64", "ComplexFloatStorage"),
+_TABLE: tuple[tuple[str, int, str, str], ...] = (
+    # safetensors name, bytes per element, torch dtype, torch storage class
+    ("F64", 8, "float64", "DoubleStorage"),
+    ("F32", 4, "float32", "FloatStorage"),
+    ("F16", 2, "float16", "HalfStorage"),
+    ("BF16", 2, "bfloat16", "BFloat16Storage"),
+    ("I64", 8, "int64", "LongStorage"),
+    ("I32", 4, "int32", "IntStorage"),
+    ("I16", 2, "int16", "ShortStorage"),
+    ("I8", 1, "int8", "CharStorage"),
+    ("U64", 8, "uint64", ""),
+    ("U32", 4, "uint32", ""),
+    ("U16", 2, "uint16", ""),
+    ("U8", 1, "uint8", "ByteStorage"),
+    ("BOOL", 1, "bool", "BoolStorage"),
+    ("F8_E4M3", 1, "float8_e4m3fn", ""),
+    ("F8_E5M2", 1, "float8_e5m2", ""),
+    ("F8_E8M0", 1, "float8_e8m0fnu", ""),
+    ("C64", 8, "complex64", "ComplexFloatStorage"),
 )
 
-NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, kind, _, _ in _TABLE}
+_SIZES: dict[str, int] = {name: size for name, size, _, _ in _TABLE}
+SUPPORTED = frozenset(_SIZES)
+_STRUCT_CODES = {
+    "F64": "d",
+    "F32": "f",
+    "F16": "e",
+    "I64": "q",
+    "I32": "i",
+    "I16": "h",
+    "I8": "b",
+    "U64": "Q",
+    "U32": "I",
+    "U16": "H",
+    "U8": "B",
+    "BOOL": "?",
+}
 FROM_TORCH: dict[str, str] = {torch: name for name, _, torch, _ in _TABLE}
 TO_TORCH: dict[str, str] = {name: torch for name, _, torch, _ in _TABLE}
 TO_STORAGE: dict[str, str] = {name: storage for name, _, _, storage in _TABLE if storage}
 FROM_STORAGE: dict[str, str] = {storage: name for name, _, _, storage in _TABLE if storage}
-FROM_NUMPY: dict[np.dtype[Any], str] = {np.dtype(kind): name for name, kind, _, _ in _TABLE}
 
 # The dtypes that `--dtype` casts. 8-bit floats depend on their scales, so they are not cast.
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
@@ -47,13 +61,41 @@ QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I32", "U
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element of `dtype`."""
-    return NUMPY[dtype].itemsize
+    """Return the bytes per element of a safetensors dtype.
 
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy (or ml_dtypes) dtype of a safetensors name; CheckpointError for an unknown name."""
+    Raises:
+        CheckpointError: If the dtype is unknown.
+    """
     try:
-        return NUMPY[dtype]
+        return _SIZES[dtype]
     except KeyError:
         raise CheckpointError(f"the element type {dtype!r} is not supported") from None
+
+
+def unpack_numbers(dtype: str, data: bytes) -> list[Any] | None:
+    """Convert the bytes of a few elements to Python numbers without NumPy.
+
+    Returns:
+        The numbers, or None if Python has no format for the dtype.
+    """
+    code = _STRUCT_CODES.get(dtype)
+    return None if code is None else list(struct.unpack(f"<{len(data) // _SIZES[dtype]}{code}", data))
+
+
+@cache
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the NumPy or ml_dtypes dtype of a safetensors dtype.
+
+    Raises:
+        CheckpointError: If the dtype is unknown.
+    """
+    itemsize(dtype)  # refuses an unknown type
+    name = TO_TORCH[dtype]
+    # NumPy has the types that do not depend on machine learning, under the names that torch uses.
+    return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
+
+
+@cache
+def map_numpy_dtypes() -> dict[np.dtype[Any], str]:
+    """Return the safetensors name of each supported NumPy dtype."""
+    return {numpy_dtype(name): name for name in SUPPORTED}

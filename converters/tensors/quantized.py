@@ -11,9 +11,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from converters.errors import CheckpointError
+from converters.numeric import np
 from converters.storage.bytes import Memory
 from converters.tensors.by_rows import BLOCK, part_of, require, rows_of, tensor_of
 from converters.tensors.casting import rounded

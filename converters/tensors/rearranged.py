@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from converters.numeric import np
 from converters.tensors.by_rows import tensor_of
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, row_major

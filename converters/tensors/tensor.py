@@ -8,19 +8,19 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from converters.errors import CheckpointError
+from converters.numeric import np
 from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
-from converters.tensors.dtypes import numpy_dtype
+from converters.tensors.dtypes import itemsize, numpy_dtype, unpack_numbers
 from converters.tensors.tiling import check_boxes_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import TypeGuard
 
+    Array = np.ndarray[Any, np.dtype[Any]]
+
 Shape = tuple[int, ...]
-Array = np.ndarray[Any, np.dtype[Any]]
 
 # Size in bytes of the scratch buffer that each thread uses to copy non-contiguous regions.
 SCRATCH_BYTES = 4 << 20
@@ -168,7 +168,7 @@ class Tensor:
         """Pieces of the tensor, which are guaranteed to cover each element exactly once."""
         if self._boxes is None:
             source, offset = self._contiguous_source
-            view = View(source, offset, row_major(self.shape, numpy_dtype(self.dtype).itemsize))
+            view = View(source, offset, row_major(self.shape, itemsize(self.dtype)))
             self._boxes = [] if 0 in self.shape else [Box((0,) * len(self.shape), self.shape, view)]
         return self._boxes
 
@@ -185,7 +185,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Total size in bytes of the elements in their stored dtype."""
-        return self.numel * numpy_dtype(self.dtype).itemsize
+        return self.numel * itemsize(self.dtype)
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)})"
@@ -296,6 +296,42 @@ class Tensor:
                 source.read_into(block.view(np.uint8).data, start * dtype.itemsize, unverified_spans)
             yield block
 
+    def tolist(self) -> Any:
+        """Read the tensor as a Python number or nested lists of numbers, like `torch.Tensor.tolist`."""
+        if not self.shape:
+            unverified_spans: Touched = set()
+            data = b"".join(map(bytes, self.byte_blocks(self.nbytes, unverified_spans)))
+            for span in unverified_spans:
+                span.verify()
+            if (numbers := unpack_numbers(self.dtype, data)) is not None:
+                return numbers[0]
+        return self.read().tolist()
+
+    def byte_blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[memoryview]:
+        """Iterate over the bytes of the elements in row-major order, in blocks that share one buffer.
+
+        Unlike `blocks`, this method does not use NumPy if the tensor's elements are stored in order.
+
+        Args:
+            nbytes: Maximum block size in bytes. Each block contains at least one element.
+            unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
+                `FileSpan.verify` on each span before using the data.
+
+        Yields:
+            Blocks of bytes.
+        """
+        source = self.run() if self.numel else None
+        if source is None:
+            for block in self.blocks(nbytes, unverified_spans):
+                yield block.view(np.uint8).data
+            return
+        size = itemsize(self.dtype)
+        buffer = memoryview(bytearray(min(max(1, nbytes // size) * size, self.nbytes)))
+        for start in range(0, self.nbytes, len(buffer)):
+            data = buffer[: self.nbytes - start]
+            source.read_into(data, start, unverified_spans)
+            yield data
+
     def fill_flat(self, out: Array, start: int, unverified_spans: Touched, prefix: Shape = ()) -> None:
         """Read consecutive elements in row-major order into a 1-D array without verifying the stored CRCs.
 
@@ -370,7 +406,7 @@ class Tensor:
         span = view.source
         if not isinstance(span, FileSpan) or not span.resolved:
             return None
-        if view.strides != row_major(self.shape, numpy_dtype(self.dtype).itemsize):
+        if view.strides != row_major(self.shape, itemsize(self.dtype)):
             return None
         return span.file.span(span.offset + view.offset, self.nbytes)
 
@@ -381,13 +417,13 @@ class Tensor:
             The source, or None if a box is not row-major or extends beyond its source, or if the tensor is
             split along a dimension other than 0.
         """
-        strides = row_major(self.shape, numpy_dtype(self.dtype).itemsize)
+        strides = row_major(self.shape, itemsize(self.dtype))
         sources = []
         for box in self.boxes:
             if box.sizes[1:] != self.shape[1:]:
                 return None
             view = box.view
-            nbytes = box.sizes[0] * strides[0] if strides else numpy_dtype(self.dtype).itemsize
+            nbytes = box.sizes[0] * strides[0] if strides else itemsize(self.dtype)
             strides_differ = any(
                 size > 1 and stride != box_stride
                 for size, stride, box_stride in zip(box.sizes, strides, view.strides, strict=True)
@@ -475,7 +511,7 @@ def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
             f"{name}: impossible shape with a size that is negative or at least 2**63; "
             "the file is damaged, so restore it from a backup"
         )
-    if prod(shape) * numpy_dtype(dtype).itemsize > _MAX_BYTES:
+    if prod(shape) * itemsize(dtype) > _MAX_BYTES:
         raise CheckpointError(
             f"{name}: impossible shape {list(shape)} with 2**63 bytes or more; "
             "the file is damaged, so restore it from a backup"

@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -376,16 +378,11 @@ def carry_out(
     )
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=options.get("expand", False))
-    from tqdm import tqdm  # imported here because the import is slow
-
     verified_bytes = sum(entry.nbytes for file in plan.files for entry in file.entries) if verify else 0
-    bar = tqdm(
-        total=plan.nbytes + verified_bytes,
-        unit="B",
-        unit_scale=True,
-        desc=target.name.removeprefix(".").removesuffix(".new"),
-        # If None, tqdm disables the progress bar unless stderr is a terminal.
-        disable=None if options.get("progress", True) else True,
+    bar = _open_progress_bar(
+        plan.nbytes + verified_bytes,
+        target.name.removeprefix(".").removesuffix(".new"),
+        enabled=options.get("progress", True),
     )
     output = new_output(
         target,
@@ -396,12 +393,12 @@ def carry_out(
         facts=options.get("facts"),
         copied=lambda: _iter_copied_spans(plan),
     )
-    with bar, output as draft:
+    with bar as update, output as draft:
         num_threads = draft.threads or side_by_side(checkpoint.root)
         unverified_spans: Touched = set()
         late_jobs: list[Job] = []
-        in_parallel(_iter_write_jobs(draft, plan, unverified_spans, late_jobs), bar.update, num_threads)
-        in_parallel(iter(late_jobs), bar.update, num_threads)
+        in_parallel(_iter_write_jobs(draft, plan, unverified_spans, late_jobs), update, num_threads)
+        in_parallel(iter(late_jobs), update, num_threads)
         for span in unverified_spans:
             span.verify()
         draft.commit()
@@ -410,8 +407,20 @@ def carry_out(
         for name, path in plan.companions.items():
             draft.copy(path, name)
         if verify:
-            in_parallel(_iter_verify_jobs(draft.folder, plan), bar.update, num_threads)
+            in_parallel(_iter_verify_jobs(draft.folder, plan), update, num_threads)
     return plan
+
+
+@contextmanager
+def _open_progress_bar(total: int, name: str, *, enabled: bool) -> Iterator[Progress]:
+    """Yield a function that takes a number of bytes, and show its progress if stderr is a terminal."""
+    if not enabled or not sys.stderr.isatty():
+        yield int
+        return
+    from tqdm import tqdm  # imported here because the import is slow
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
+        yield bar.update
 
 
 def _iter_copied_spans(plan: Plan) -> Iterator[FileSpan]:
@@ -591,8 +600,7 @@ def _write_entry(
             return 0
     crc = 0
     entry_spans: Touched = set()
-    for block in cast_blocks(entry.tensor, entry.dtype, entry_spans, losses=losses):
-        data = block.view("u1").data
+    for data in _iter_output_bytes(entry, entry_spans, losses):
         if compute_crc:
             crc = isal_zlib.crc32(data, crc)
         piece.write(data)
@@ -607,6 +615,15 @@ def _write_entry(
             unverified_spans.add(span)
     entry.tensor.release()
     return crc
+
+
+def _iter_output_bytes(entry: Entry, unverified_spans: Touched, losses: Losses) -> Iterator[memoryview]:
+    """Iterate over the bytes of a tensor in its output dtype."""
+    if entry.dtype == entry.tensor.dtype:
+        yield from entry.tensor.byte_blocks(BLOCK_BYTES, unverified_spans)
+    else:
+        for block in cast_blocks(entry.tensor, entry.dtype, unverified_spans, losses=losses):
+            yield block.view("u1").data
 
 
 def _iter_verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:

@@ -15,11 +15,10 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.errors import CheckpointError, printable
 from converters.names.known_words import find_unknown_names
 from converters.names.model_config import check_fits
+from converters.numeric import np
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.tensors.casting import parse_dtype
@@ -121,12 +120,13 @@ def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choi
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     writer.add_type("adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.alpha)
+    alpha = lora.alpha or 1.0
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     plain = replace(model, inputs_first=False)  # factors are never transposed
     for name, key in _places(factors, model, settings, root).items():
         left, right, scaling = factors[key]
         ready = _prepared(name, right, plain, settings)
-        share = scaling * left.shape[0] / lora.alpha  # llama.cpp multiplies by alpha / rank
+        share = scaling * left.shape[0] / alpha  # llama.cpp multiplies by alpha / rank
         if share != 1:
             ready = computed(ready, "F32", 1, [Affine(share)])
         for end, factor in (("lora_a", left), ("lora_b", ready)):

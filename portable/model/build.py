@@ -83,9 +83,12 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
         zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
         raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
     except Exception as error:
-        # transformers wraps the reason in the name of its check.
-        reason = re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", one_line(error))
-        raise UserError(f"model.config: {reason}") from error
+        raise UserError(f"model.config: {_extract_reason(error)}") from error
+
+
+def _extract_reason(error: Exception) -> str:
+    """Return the message of an exception without the name of the check in which transformers wraps it."""
+    return re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", one_line(error))
 
 
 def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
@@ -98,10 +101,18 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
             "(organization/name)"
         )
     check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
-    with convert_library_errors("model.name_or_path"):
+    try:
         values, _ = PretrainedConfig.get_config_dict(name)
         check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", values)
         config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+    except (UserError, MemoryError):
+        raise
+    except OSError as error:
+        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    except Exception as error:  # inconsistent sizes raise exceptions of other classes
+        raise UserError(
+            f"model.name_or_path: {name}: {_extract_reason(error)}; correct or restore its config.json"
+        ) from error
     return _changed(config, settings)
 
 

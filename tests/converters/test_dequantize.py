@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from converters import dequantized, open_checkpoint
 from converters.cli import main
+from converters.quantization.dequantize import METHODS
 from tests.converters.compare import error_of
+from tests.quantization_defaults import FILE, build_table
+from tests.tiny_models import tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -294,7 +297,10 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
         "new_table": {},
         "new_list": [],
     }
-    source = written(tmp_path / "in", settings | unset, tensors)
+    method = settings.get("quant_method", "bitsandbytes")
+    supported = METHODS[method][1]
+    defaults = {key: value for key, value in build_defaults()[method].items() if key not in supported}
+    source = written(tmp_path / "in", {**unset, **defaults, **settings}, tensors)
     for dtype, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         out = tmp_path / dtype
         assert main([str(source), str(out), "--dequantize", dtype, "--verify", "--quiet"]) == 0
@@ -315,6 +321,13 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
     assert np.array_equal(tensor.read(part), whole[tensor.name][part].numpy())
 
 
+build_defaults = cache(build_table)
+
+
+def test_defaults_match_the_libraries() -> None:
+    assert json.loads(FILE.read_bytes()) == build_defaults()
+
+
 SCALE = "a.weight_scale_inv"
 nested_nf4 = partial(bitsandbytes, "nf4", nested=True)
 # The tensors and settings that are other than the case has them, and what is said.
@@ -326,6 +339,7 @@ BAD: list[tuple[Callable[[], Case], dict[str, Tensor | None], dict[str, Any], st
     (fp8_blocks, {SCALE: torch.zeros(5, 4)}, {}, f"{SCALE}: the scale of values other than 0"),
     (fp8_blocks, {"b.weight": eight(9)}, {}, "b.weight belongs to no weight that is known"),
     (fp8_blocks, {}, {"rotate": True}, "rotate is not known"),
+    (fp8_blocks, {}, {"expert_dtype": "fp4"}, "expert_dtype is not known"),
     (fp8_blocks, {}, {"quant_method": "hqq"}, "quant_method 'hqq' is not one of"),
     (fp8_blocks, {}, {"weight_block_size": "x"}, "weight_block_size 'x' is not two sizes"),
     # Tables that are too small.
@@ -350,6 +364,30 @@ def test_what_does_not_fit_is_refused(
     source = written(tmp_path / "in", settings | changed, held)
     assert told in error_of(capsys, source, tmp_path / "out", "--dequantize")
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_torchao_are_copied_and_their_scales_are_not_cast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers saves the parts of torchao's tensors under names of their own."""
+    torchao = pytest.importorskip("torchao.quantization")
+    transformers = pytest.importorskip("transformers")
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    settings = transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float16, quantization_config=settings
+    )
+    source, out = tmp_path / "in", tmp_path / "out"
+    model.save_pretrained(source)
+    stored = load_file(source / "model.safetensors")
+    assert main([str(source), str(out), "--dtype", "bfloat16", "--verify", "--quiet"]) == 0
+    converted = load_file(out / "model.safetensors")
+    parts = [name for name in stored if "_weight_" in name]
+    assert len(parts) > 10
+    assert all(torch.equal(converted[name], stored[name]) for name in parts)
+    assert converted["model.norm.weight"].dtype == torch.bfloat16
+    refusal = error_of(capsys, source, tmp_path / "floats", "--dequantize")
+    assert "quant_method 'torchao' is not one of" in refusal
 
 
 def test_settings_of_modelopt_in_their_own_file(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
 from converters.tensors.ggml import KINDS, ggml_blocks
 from converters.tensors.tensor import Tensor
-from converters.writers.gguf_models import MODELS
+from converters.writers.gguf_models import MODELS, settings_of
 from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
 from tests.converters.compare import error_of
 from tests.object_store import ObjectStore
@@ -374,10 +374,19 @@ def write_mxfp4_experts(source: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config))
 
 
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+"""Settings of a type that llama.cpp does not compute with transformers' default."""
+
+
 def test_defaults_are_those_of_transformers() -> None:
     known = {"query_pre_attn_scalar", "rope_parameters"}
     for kind, model in MODELS.items():
         config = transformers.AutoConfig.for_model(kind)
+        written_out = {**config.to_dict(), **DIFFERENT.get(kind, {})}
+        settings_of(json.loads(json.dumps(written_out, default=str)), model, Path("model"))
         ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
         values = {**config.to_dict(), **ropes.get("full_attention", ropes)}
         for key, value in {**model.absent, "rms_norm_eps": model.absent.get("rms_norm_eps", 1e-6)}.items():

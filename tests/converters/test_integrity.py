@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -332,6 +334,95 @@ def test_conversion_refuses_invalid_settings(
     source = write_folder(tmp_path / "source", **settings)
     assert reason in error_of(capsys, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**400,
+    "",
+    "x",
+    [],
+    ["x"],
+    [[1]],
+    [{}],
+    {},
+    {"x": 1},
+    {"1": {}},
+)
+FUZZED: dict[str, tuple[str, list[tuple[str, ...]]]] = {
+    "model": ("config.json", [(), ("--to", "gguf"), ("--names", "live", "--dry-run")]),
+    "codes": ("config.json", [("--dequantize",), ("--dtype", "bfloat16")]),
+    "adapter": (
+        "adapter_config.json",
+        [("--merge-into", "{model}"), ("--to", "gguf", "--config-from", "{model}")],
+    ),
+    "tokenizer": ("tokenizer_config.json", [("--to", "gguf"), ()]),
+    "generation": ("generation_config.json", [("--to", "gguf"), ()]),
+    "shards": ("model.safetensors.index.json", [()]),
+}
+"""File whose values are replaced by values of other types, and options with which the folder is converted."""
+PYTHON_WORDS = re.compile(
+    r"unhashable|object (has no|is not)|indices must|NoneType|unsupported operand|'\w+' object"
+)
+
+
+def write_fuzzed_folder(kind: str, folder: Path) -> Path:
+    """Write a model, a quantized model, or an adapter."""
+    from tests.converters import test_dequantize, test_merging
+    from tests.tiny_models import tiny_model
+
+    if kind == "codes":
+        settings, tensors, _ = test_dequantize.CASES["int4, symmetric True"]()
+        return test_dequantize.written(folder / kind, settings, tensors)
+    if kind == "adapter":
+        config = test_merging.lora(use_rslora=True, rank_pattern={"layers.0.self_attn.q_proj": 6})
+        return test_merging.Pair(folder, test_merging.UNTIED(), config).adapter
+    tiny_model("llama").save_pretrained(folder / kind, max_shard_size="20KB" if kind == "shards" else "1GB")
+    return folder / kind
+
+
+def iterate_changes(table: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
+    """Yield copies of a table in which one value is replaced by every `step`-th of `VALUES`.
+
+    The value is at the top or one level below. Each key begins at another of `VALUES`.
+    """
+    for index, (key, value) in enumerate(table.items()):
+        values = VALUES[index % step :: step]
+        yield from ({**table, key: other} for other in values)
+        for inner in list(value)[:3] if isinstance(value, dict) else ():
+            yield from ({**table, key: {**value, inner: other}} for other in values)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "model",
+        "codes",
+        "adapter",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("tokenizer", "generation", "shards")),
+    ],
+)
+def test_settings_of_any_type_are_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    source, (name, templates) = write_fuzzed_folder(kind, tmp_path), FUZZED[kind]
+    file, out = source / name, tmp_path / "out"
+    table = {"chat_template": "x", "eos_token": "y"} if kind == "tokenizer" else json.loads(file.read_bytes())
+    step = 1 if request.config.getoption("--all") else 5
+    conversions = [[part.format(model=tmp_path / "base") for part in each] for each in templates]
+    for changed in (*iterate_changes(table, step), [], "x", 3):
+        file.write_text(json.dumps(changed))
+        for options in conversions:
+            code = cli([str(source), str(out), "--quiet", "--overwrite", *options])
+            lines = capsys.readouterr().err.splitlines()
+            assert code in (0, 2), (changed, options)
+            assert not code or lines[-1].startswith("error: "), (changed, options)
+            assert not any(map(PYTHON_WORDS.search, lines)), (changed, lines)
+        shutil.rmtree(out, ignore_errors=True)
 
 
 def test_conversion_unties_embeddings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from converters.formats.orbax.maxtext import maxtext_layout
 from converters.storage import compressed
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.tensors.dtypes import FROM_NUMPY
+from converters.tensors.dtypes import map_numpy_dtypes
 from tests.converters import orbax_damage as craft
 from tests.converters.making import once
 from tests.converters.orbax_values import (
@@ -204,7 +204,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
 def as_tensors(arrays: dict[str, Array]) -> dict[tuple[str, ...], Tensor]:
     return {
         ("params", *name.split(".")): Tensor.contiguous(
-            name, FROM_NUMPY[value.dtype], value.shape, Memory(value.tobytes())
+            name, map_numpy_dtypes()[value.dtype], value.shape, Memory(value.tobytes())
         )
         for name, value in arrays.items()
     }

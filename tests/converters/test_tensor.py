@@ -195,17 +195,19 @@ def test_as_torch_casts(source: str, target: str) -> None:
 def test_scales_of_quantized_weights_keep_their_dtype_and_losses_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Modules of FP8, GPTQ and bitsandbytes; another module with numbers in it is cast."""
+    """Modules of FP8, GPTQ, bitsandbytes and torchao; another module with numbers in it is cast."""
     kept = {
         "fp8.weight_scale_inv": torch.rand(2, 2),
         "gptq.scales": torch.rand(2, 8),
         "nf4.weight.absmax": torch.rand(4),
+        "torchao._weight_scale": torch.rand(8, 1),
     }
     beside = {
         "fp8.weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
         "gptq.qweight": torch.ones(1, 8, dtype=torch.int32),
         "nf4.weight": torch.ones(8, 1, dtype=torch.uint8),
         "nf4.weight.quant_state.bitsandbytes__nf4": torch.ones(8, dtype=torch.uint8),
+        "torchao._weight_qdata": torch.ones(8, 8, dtype=torch.int8),
     }
     wide = torch.tensor([1e6, 1.0, float("nan"), -1e6, 1e-30, float("inf"), 0.0])
     cast = {

@@ -249,6 +249,24 @@ def test_the_numbers_of_a_model_config_are_bounded(
         model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": ["llama"]}, r'config.json: model_type is \["llama"\] instead of a string; correct'),
+        ({"architectures": "X"}, 'config.json: architectures is "X" instead of a list of strings; correct'),
+        ({"id2label": {"x": 1}}, r"invalid literal for int.*; correct or restore its config.json"),
+        ({"attention_bias": []}, r"'attention_bias' expected bool.*; correct or restore its config.json"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_impossible_settings_of_a_config_are_named(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    with pytest.raises(UserError, match=message):
+        model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
+
+
 @pytest.mark.exhaustive
 def test_no_default_of_a_model_type_is_out_of_bounds() -> None:
     checked = 0

@@ -197,7 +197,7 @@ def open_item(entry: Entry, item: Item) -> TorchZip:
 def _value(entry: Entry) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
     if isinstance(entry, TensorEntry):
-        return _tensor(entry, entry.key).read().tolist()
+        return _tensor(entry, entry.key).tolist()
     return open_item(entry, entry.item).load()
 
 

@@ -103,7 +103,7 @@ def optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], group
 def number(value: Any, where: str) -> float | int | None:
     """A number, also from a 0-d tensor; else None."""
     if isinstance(value, StoredTensor) and value.shape == ():
-        value = as_tensor(value, where).read().item()
+        value = as_tensor(value, where).tolist()
     return value if isinstance(value, (int, float)) else None
 
 

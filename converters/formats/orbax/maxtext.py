@@ -17,13 +17,12 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
 from converters.names.model_config import sizes_of
+from converters.numeric import np
 from converters.tensors.computed import Affine, computed
 from converters.tensors.rearranged import part, reshaped, selected, turned
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_companions
 from converters.containers.ocdbt import MANIFEST
@@ -27,6 +25,7 @@ from converters.formats.orbax.leaves import METADATA, is_tree, of_another_progra
 from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layout
 from converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
 from converters.names.canonical import is_number
+from converters.numeric import np
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
 from converters.storage.safe_open import child, read_small_table

@@ -191,6 +191,6 @@ def group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
             continue
         if isinstance(value, Leaf):
             tensor = as_tensor(value, str(key))
-            value = tensor.read().tolist() if tensor.numel <= MAX_GROUP_TENSOR else None
+            value = tensor.tolist() if tensor.numel <= MAX_GROUP_TENSOR else None
         made[str(key)] = plain(value)
     return made

@@ -179,4 +179,4 @@ def _value(value: Any, where: str) -> Any:
         tensor = as_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")
-        return tensor.read().tolist()
+        return tensor.tolist()
