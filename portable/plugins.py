@@ -153,11 +153,9 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     told = f"{key}: {text}"
     if named.module is None:
         if named.name not in (known or {}):
-            from portable.config.suggest import did_you_mean_word
-
             raise UserError(
                 f"{told}: there is no such name here; there are {', '.join(known or {}) or 'none'}, and "
-                f"package.module:name is one of your own{did_you_mean_word(key, named.name, known or {})}"
+                f"package.module:name is one of your own{_near(named.name, known or {})}"
             )
         place = parse((known or {})[named.name])
         named = Name(place.module, place.name, named.arguments)
