@@ -25,6 +25,7 @@ COMMANDS = {
     "completion": "completion:completion",
     "import": "importing:import_files",
     "schema": "init:schema",
+    "chat": "chat:main",
     "--dry-run": "dry_run:dry_run",
     "--show-data": "show_data:show_data",
     "--resume-info": "resume_info:describe_checkpoint",

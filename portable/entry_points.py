@@ -36,6 +36,13 @@ def plan() -> int:
     return ends_with(main())
 
 
+def chat() -> int:
+    """Run ``portable-chat``."""
+    from portable.commands.chat import main
+
+    return ends_with(main())
+
+
 def data() -> int:
     """Run ``portable-data``."""
     from portable.commands.data import main

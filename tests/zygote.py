@@ -26,6 +26,7 @@ LOADED = (
 """What a command imports besides what ranks have imported when they start."""
 PROGRAMS = (
     "accelerate",
+    "portable-chat",
     "portable-convert",
     "portable-plan",
     "portable-report",

@@ -10,6 +10,7 @@ import shtab
 from converters.cli import parser_of as convert_parser
 from converters.commands import Parser
 from converters.console import say
+from portable.commands.chat import build_chat_parser
 from portable.commands.data import DataOptions
 from portable.config import keys
 from portable.config.arguments import TrainOptions
@@ -33,7 +34,7 @@ def completion(argv: Sequence[str]) -> int:
     """
     parser = Parser(
         prog="portable-train completion",
-        description="Print what completes portable-train, -plan, -data, -convert and -report in a shell.",
+        description="Print what completes portable-train and the other commands in a shell.",
         epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"\n'
         "In ~/.config/fish/config.fish:  portable-train completion fish | source",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -46,6 +47,7 @@ def completion(argv: Sequence[str]) -> int:
         _of_schema("portable-data", DataOptions),
         convert_parser(),
         report_parser(),
+        build_chat_parser(),
     )
     say("\n".join(shtab.complete(program, shell) for program in programs))
     return 0

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
-       portable-train init [FILE] [--for PROGRAM], import, schema, completion
+       portable-train init [FILE] [--for PROGRAM]
+       portable-train import | schema | completion | chat
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 

@@ -342,6 +342,8 @@ def usage(
         named = shlex.quote(f"{run}={where}")
         serve = f"vllm serve {of_base} --enable-lora --max-lora-rank {rank} --lora-modules {named}"
         scored = f"pretrained={of_base},peft={model}"
+    if not trust:
+        found.insert(0, ("chat", f"portable-chat {model}"))
     found.append(("vLLM", serve))
     if model_type in MODELS:
         found.append(("llama.cpp", gguf))

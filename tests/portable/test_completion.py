@@ -22,6 +22,7 @@ complete_as portable-plan --top
 complete_as portable-data --part
 complete_as portable-convert --dtype bfl
 complete_as portable-report --o
+complete_as portable-chat --te
 """
 
 
@@ -37,5 +38,6 @@ def test_bash_completes_settings_and_their_values(capsys: pytest.CaptureFixture[
         "--part",
         "bfloat16",
         "--out",
+        "--temperature",
     ]
     assert not done.stderr

@@ -143,6 +143,7 @@ DOORS: dict[str, str] = {
     "converters/writers/targets.py": "names of this package's modules",
     "portable/adapters/settings.py": "check_folder; the JSON is read by this project",
     "portable/cli.py": "names of this package's modules",
+    "portable/commands/chat.py": "check_settings, also of the adapter; safetensors only, no custom code",
     "portable/config/importing/deepspeed.py": "names of libraries in the source",
     "portable/config/yaml_text.py": "a loader without tags, which counts the values of aliases",
     "portable/data/sources/hub_dataset.py": "check_hub_card; saved datasets: check_folder",

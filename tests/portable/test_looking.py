@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 import converters.cli
 from converters.cli import main as convert
 from portable.cli import main
+from portable.commands import chat
 from portable.config import load_config
 from portable.planner.cli import main as plan
 from portable.reporting.card import CARD, usage
@@ -161,6 +162,8 @@ def do(command: str) -> None:
         words = shlex.split(part)
         if words[0] == CONVERT:
             assert converters.cli.main(words[1:]) == 0, part
+        elif words[0] == "portable-chat":
+            assert chat.main([*words[1:], "--prompt", "a model", "--max-tokens", "2"]) == 0, part
         elif words[:2] == PYTHON:
             exec(words[2], {})
         else:
@@ -194,9 +197,9 @@ def test_each_command_runs(
     assert str(tmp_path) not in card.split("```sh")[1].split("```")[0]
     for what, command in commands.items():
         assert command.replace("runs/mine/final", "path/of/this/folder") in card
-        if what in ("transformers", "llama.cpp", "merge"):
+        if what in ("chat", "transformers", "llama.cpp", "merge"):
             do(command)
-    whole = {"transformers", "vLLM", "llama.cpp", "lm_eval"}
+    whole = {"chat", "transformers", "vLLM", "llama.cpp", "lm_eval"}
     assert ("[{'role': 'user'" in commands["transformers"]) == (kind == "chat")
     if kind == "classifier":
         assert commands.keys() == {"transformers"}
@@ -218,9 +221,9 @@ def test_names_in_commands_are_quoted() -> None:
 @pytest.mark.parametrize(
     ("model_type", "architecture", "settings", "command", "programs"),
     [
-        ("llama", "LlamaForCausalLM", {}, "p = pipeline('text-generation', 'final')", 4),
-        ("gemma3", "Gemma3ForConditionalGeneration", {}, "p = pipeline('text-generation', 'final')", 3),
-        ("llava", "LlavaForConditionalGeneration", {}, "import LlavaForConditionalGeneration as M;", 3),
+        ("llama", "LlamaForCausalLM", {}, "p = pipeline('text-generation', 'final')", 5),
+        ("gemma3", "Gemma3ForConditionalGeneration", {}, "p = pipeline('text-generation', 'final')", 4),
+        ("llava", "LlavaForConditionalGeneration", {}, "import LlavaForConditionalGeneration as M;", 4),
         (
             "tinygpt",
             "TinyGpt",

@@ -131,8 +131,17 @@ class Rendering:
 
     def question(self, text: str, where: str) -> str:
         """What a user's ``text`` becomes, up to where the assistant begins."""
-        asked = self._with_parts(Conversation(({"role": "user", "content": text},), where))
-        return self._render(asked, asked.messages, prompted=True)
+        return self.prompt([{"role": "user", "content": text}], where)
+
+    def prompt(self, messages: Sequence[Message], where: str) -> str:
+        """Render a conversation up to the point where the assistant begins.
+
+        Args:
+            messages: Messages of the conversation.
+            where: Name of the conversation in error messages.
+        """
+        conversation = self._with_parts(Conversation(tuple(messages), where))
+        return self._render(conversation, conversation.messages, prompted=True)
 
     def _drafts(self, document: Document) -> list[Draft]:
         conversation = document.conversation

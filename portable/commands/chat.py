@@ -1,0 +1,306 @@
+"""``portable-chat``: talk to the model of a run in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
+from converters.console import complain, say, visible
+from converters.errors import printable
+from portable.errors import RunError, UserError, one_line
+from portable.paths import FINAL, read_json
+from portable.terminal import loading, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_HELP = "/reset starts a new conversation, /exit or Ctrl-D ends"
+
+
+def find_export(run: str) -> Path:
+    """Find the exported model of a run.
+
+    Args:
+        run: Output folder of a run, or a folder with a model or an adapter.
+
+    Raises:
+        UserError: If there is none.
+    """
+    folder = Path(run).expanduser()
+    for candidate in (folder / FINAL, folder):
+        with suppress(OSError, ValueError):
+            if any((candidate / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+                return candidate
+    with suppress(OSError, ValueError):
+        if (folder / "checkpoints").is_dir():
+            raise UserError(
+                f"RUN: {folder} has no {FINAL}/ yet; finish the run, or export its newest checkpoint with "
+                f"portable-convert {folder} OUT and talk to OUT"
+            )
+    raise UserError(f"RUN: {folder} has no model; give the output_dir of a run, or a folder with a model")
+
+
+class ChatModel:
+    """A model with its tokenizer, ready to answer.
+
+    Args:
+        folder: Folder with a model, or with an adapter whose base model is available.
+        device: Torch device, or ``auto`` for a GPU if there is one.
+    """
+
+    def __init__(self, folder: Path, device: str = "auto") -> None:
+        import torch
+
+        from portable.data.tokens.tokenizer import load_tokenizer
+        from portable.untrusted_settings import check_settings, convert_library_errors
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = device
+        adapter = (folder / ADAPTER_CONFIG).is_file()
+        base = _find_base(folder) if adapter else str(folder)
+        self.tokenizer: Any = load_tokenizer(str(folder))
+        with convert_library_errors("RUN"):
+            self.model: Any = _load_model(base, torch.device(device))
+            if adapter:
+                check_settings("RUN", str(folder), (ADAPTER_CONFIG,))
+                self.model = _add_adapter(self.model, folder)
+        self.model.eval()
+        self._end_tokens = self._find_end_tokens()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template. Otherwise the model continues texts."""
+        return bool(self.tokenizer.chat_template)
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """Render a conversation up to the point where the assistant begins."""
+        from portable.data.tokens import limited
+        from portable.data.tokens.rendering import Rendering
+
+        if not self.has_template:
+            return messages[-1]["content"]
+        rendering = Rendering(self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
+        text: str = limited.call(rendering.prompt, messages, "RUN")
+        return text
+
+    def answer(self, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
+        """Generate an answer.
+
+        Args:
+            messages: Conversation so far. Without a chat template, the last message is continued.
+            options: Arguments of ``generate``.
+
+        Yields:
+            Parts of the text as soon as they are generated.
+        """
+        import threading
+
+        import torch
+        from transformers import StoppingCriteriaList, TextIteratorStreamer
+
+        from portable.data.tokens import bounded_tokenizer
+
+        text = self.render(messages)
+        special = {} if not self.has_template else {"add_special_tokens": False}
+        encoded = bounded_tokenizer.encode(self.tokenizer, text, return_tensors="pt", **special)
+        tokens = encoded["input_ids"].to(self.device)
+        stop = threading.Event()
+        streamer: Any = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        failures: list[Exception] = []
+
+        def generate() -> None:
+            try:
+                with torch.no_grad():
+                    self.model.generate(
+                        input_ids=tokens,
+                        attention_mask=torch.ones_like(tokens),
+                        streamer=streamer,
+                        stopping_criteria=StoppingCriteriaList([lambda *_, **__: stop.is_set()]),
+                        eos_token_id=self._end_tokens or None,
+                        pad_token_id=self.tokenizer.pad_token_id or (self._end_tokens or [0])[0],
+                        **options,
+                    )
+            except Exception as error:
+                failures.append(error)
+                streamer.end()
+
+        thread = threading.Thread(target=generate, daemon=True)
+        thread.start()
+        try:
+            yield from streamer
+        finally:  # also if the caller was interrupted
+            stop.set()
+            thread.join()
+        if failures:
+            raise RunError(f"RUN: the model could not answer: {one_line(failures[0])}") from failures[0]
+
+    def _find_end_tokens(self) -> list[int]:
+        """Find the tokens that end an answer: of the generation config, the tokenizer and the template."""
+        from portable.data.tokens import bounded_tokenizer
+
+        configured = self.model.generation_config.eos_token_id
+        ends = set(configured if isinstance(configured, list) else [configured])
+        ends.add(self.tokenizer.eos_token_id)
+        if self.has_template:
+            probe = "Yes"
+            messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": probe}]
+            with suppress(UserError):  # a template that does not accept such a conversation
+                rest = self.render([*messages, {"role": "user", "content": "Hello"}]).rpartition(probe)[2]
+                tokens = bounded_tokenizer.encode(self.tokenizer, rest, add_special_tokens=False)["input_ids"]
+                added = self.tokenizer.added_tokens_decoder
+                if tokens and tokens[0] in added and added[tokens[0]].special:
+                    ends.add(tokens[0])
+        return sorted(token for token in ends if isinstance(token, int))
+
+
+def _find_base(folder: Path) -> str:
+    """Return the path or name of the base model of an adapter."""
+    try:
+        base = read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"RUN: {folder / ADAPTER_CONFIG}: {one_line(error)}; export the run again") from error
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"RUN: {folder / ADAPTER_CONFIG} does not name its base model; merge the adapter with "
+            f"portable-convert {folder} OUT --merge-into BASE and talk to OUT"
+        )
+    if (base.startswith(("/", ".")) or base.count("/") > 1) and not Path(base).is_dir():
+        raise UserError(
+            f"RUN: {folder} is an adapter of {base}, which is not there; run the command in the folder in "
+            f"which it was trained, or merge the adapter with portable-convert {folder} OUT --merge-into BASE"
+        )
+    return base
+
+
+def _load_model(name: str, device: Any) -> Any:
+    """Load a model from safetensors in the dtype of its files, without custom code."""
+    import torch
+
+    from portable.model.build import find_pretrained_class
+
+    options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
+    model = find_pretrained_class(name).from_pretrained(name, **options)
+    if device.type == "cpu" and model.dtype == torch.float16:
+        model = model.float()  # products in fp16 are slow or missing on CPUs
+    return model.to(device)
+
+
+def _add_adapter(model: Any, folder: Path) -> Any:
+    """Add an adapter to its base model, whose vocabulary grows if the adapter has more rows."""
+    from peft import PeftModel
+
+    from converters import open_checkpoint
+
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"RUN: {folder} has no {ADAPTER_WEIGHTS}; export the run again")
+    rows, width = model.get_input_embeddings().weight.shape
+    for name, tensor in open_checkpoint(folder).tensors.items():
+        is_table = "embed" in name and name.endswith(".weight") and ".lora_" not in name
+        if is_table and len(tensor.shape) == 2 and tensor.shape[1] == width and tensor.shape[0] != rows:
+            model.resize_token_embeddings(tensor.shape[0], mean_resizing=False)
+            break
+    return PeftModel.from_pretrained(model, str(folder))
+
+
+def build_chat_parser() -> argparse.ArgumentParser:
+    """Build the parser of ``portable-chat``."""
+    parser = Parser(
+        prog="portable-chat",
+        description="Talk to the model of a run in the terminal: to final/, a whole model or an adapter.\n"
+        "A model without a chat template continues the text that you type.",
+        epilog=f"in the conversation: {_HELP}; Ctrl-C stops an answer\n\n{exit_codes(DONE, FAILED, REFUSED)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=ShowVersion, help="print the version and exit")
+    parser.add_argument("run", metavar="RUN", help="output_dir of a run, or a folder with a model or adapter")
+    parser.add_argument("--prompt", metavar="TEXT", help="print the answer to TEXT and exit")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sampling temperature; 0 always takes the likeliest token (default: as the model's files say)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one"
+    )
+    return parser
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``portable-chat`` and return its exit code."""
+    arguments = build_chat_parser().parse_args(argv)
+    try:
+        if not 1 <= arguments.max_tokens <= 1 << 20:
+            raise UserError(f"--max-tokens: {arguments.max_tokens} is out of range; use 1 to {1 << 20}")
+        if arguments.temperature is not None and not 0 <= arguments.temperature <= 100:
+            raise UserError(f"--temperature: {arguments.temperature} is out of range; use 0 to 100")
+        folder = find_export(arguments.run)
+        with loading():
+            chat = ChatModel(folder, arguments.device)
+        _converse(chat, folder, arguments)
+    except (UserError, RunError) as error:
+        complain(f"error: {printable(error)}")
+        return REFUSED if isinstance(error, UserError) else FAILED
+    return DONE
+
+
+def _converse(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
+    import torch
+
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_tokens}
+    if arguments.temperature is not None:
+        options |= {"do_sample": arguments.temperature > 0}
+        options |= {"temperature": arguments.temperature} if arguments.temperature else {}
+    torch.manual_seed(arguments.seed)
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    if system and not chat.has_template:
+        raise UserError("--system: the tokenizer has no chat template; leave it out")
+    messages = list(system)
+    interactive = arguments.prompt is None and sys.stdin.isatty()
+    if interactive:
+        with suppress(ImportError):
+            import readline  # noqa: F401 (line editing and history of input())
+        kind = "" if chat.has_template else "; no chat template, so it continues your text"
+        tell(f"{folder} on {chat.device}{kind}. {_HELP}.")
+    for text in [arguments.prompt] if arguments.prompt is not None else _read_lines(interactive=interactive):
+        if text.strip() in ("/exit", "/quit"):
+            return
+        if text.strip() == "/reset":
+            messages = list(system)
+            continue
+        messages.append({"role": "user", "content": text})
+        parts = []
+        try:
+            for part in chat.answer(messages, **options):
+                parts.append(part)
+                print(visible(part), end="", flush=True)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+        say("")
+        messages.append({"role": "assistant", "content": "".join(parts)})
+
+
+def _read_lines(*, interactive: bool) -> Iterator[str]:
+    """Read messages from standard input, without empty lines."""
+    while True:
+        try:
+            line = input("> " if interactive else "")
+        except EOFError:
+            if interactive:
+                say("")
+            return
+        if line.strip():
+            yield line
