@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     assert run_rank("cpu", configured(folder / "whole", conversations, **CHAT)) == 0
     base = write_pretrained(folder / "base", corpus)
     adapter = {"model__name_or_path": str(base), "model__config": None, "adapter__type": "lora"}
-    tables = {"adapter__modules_to_save": ["embed_tokens", "lm_head"]}  # of which the new tokens are rows
+    tables = {"adapter__modules_to_save": ["embed_tokens", "lm_head"]}  # the new tokens are rows of both
     settings = CHAT | adapter | tables | {"train__learning_rate": 1e-2, "train__steps": 4}
     assert run_rank("cpu", configured(folder / "lora", conversations, **settings)) == 0
     return folder
