@@ -266,7 +266,7 @@ class PortableLoop:
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         # The last step of a turn is logged, as that of a launch, and no other.
-        config = prepared.config.replaced({"log.every_steps": sys.maxsize})
+        config = prepared.config.replaced({"log.every_steps": 10**9})
         prepared = replace(prepared, config=config)
         restored = restore(prepared, None)
         self.model = restored.engine.model

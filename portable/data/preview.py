@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from portable.data.samples.base import IGNORED, sequence
 from portable.data.tokens.bounded_tokenizer import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from portable.data.dataset import Data
 
@@ -64,18 +65,18 @@ class Preview:
 
 
 def preview(data: Data, count: int, seed: int) -> Preview:
-    """Look at the data of a run, and at its first ``count`` samples.
+    """Look at the data of a run and at the first samples, or the first documents if they are packed.
 
     Args:
-        data: of a causal language model.
-        count: how many samples.
-        seed: of the run, which orders them.
+        data: Data of a causal language model.
+        count: Number of samples or packed documents.
+        seed: Seed of the run, which orders them.
     """
     length = data.sizes.seq_len
     caches = [one.tokens for one in data.opened.values()]
     total, documents = sum(one.total_tokens for one in caches), sum(one.documents for one in caches)
     lengths, taken = _lengths(data)
-    used = [sample for at in range(min(count, len(data.train))) if (sample := _sample(data, at, seed))]
+    used = list(islice(_iter_samples(data, seed), count))
     mean = total / max(1, documents)
     facts = {
         "source": data.sizes.source,
@@ -122,28 +123,36 @@ def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
     return bins, taken
 
 
-def _sample(data: Data, position: int, seed: int) -> Sample:
-    epoch, index = data.train.locate(position, seed)
-    arrays = data.train.arrays([(epoch, index)])
-    several = data.train.sequences  # one after the other
-    parts = [sequence(arrays, at) for at in range(several)] if several > 1 else [arrays]
-    found = [_pieces(data, part, index) for part in parts]
-    pieces = found[0][2]
-    for _, _, more in found[1:]:
-        pieces = [*pieces, ("\n", False), *more]
-    documents = [int(number) for number in data.train.documents(index)]
-    tokens, trained = sum(one[0] for one in found), sum(one[1] for one in found)
-    return Sample(position, documents, tokens, trained, pieces, data.train.source_name(index))
+def _iter_samples(data: Data, seed: int) -> Iterator[Sample]:
+    """Yield the samples of a run in its order, and each document of a packed sample on its own."""
+    for position in range(len(data.train)):
+        epoch, index = data.train.locate(position, seed)
+        arrays = data.train.arrays([(epoch, index)])
+        documents = [int(number) for number in data.train.documents(index)]
+        source = data.train.source_name(index)
+        if "document_lengths" in arrays:
+            start = 0
+            for number, length in zip(documents, arrays["document_lengths"][0].tolist(), strict=False):
+                part = {name: arrays[name][:, start : start + length] for name in ("input_ids", "labels")}
+                yield Sample(position, [number], *_pieces(data, part), source)
+                start += length
+            continue
+        several = data.train.sequences  # one after the other
+        parts = [sequence(arrays, at) for at in range(several)] if several > 1 else [arrays]
+        found = [_pieces(data, part) for part in parts]
+        pieces = found[0][2]
+        for _, _, more in found[1:]:
+            pieces = [*pieces, ("\n", False), *more]
+        tokens, trained = sum(one[0] for one in found), sum(one[1] for one in found)
+        yield Sample(position, documents, tokens, trained, pieces, source)
 
 
-def _pieces(data: Data, arrays: Any, index: int) -> tuple[int, int, list[tuple[str, bool]]]:
-    """Tokens, trained labels and the text of one sequence."""
+def _pieces(data: Data, arrays: Any) -> tuple[int, int, list[tuple[str, bool]]]:
+    """Return the tokens, trained labels and the text of one sequence."""
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
     if "attention_mask" in arrays:
         filled = int(arrays["attention_mask"][0].sum())
-    elif "document_lengths" in arrays:  # those of the documents, then of the padding
-        filled = int(arrays["document_lengths"][0][: len(data.train.documents(index))].sum())
     runs: list[tuple[list[int], bool]] = []
 
     def add(token: int, trained: bool) -> None:

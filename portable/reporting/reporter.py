@@ -74,6 +74,7 @@ class Reporter(Callback):
         self._main = backend.rank == 0
         self._has_logged = self._has_warned = False
         self._next_report = 0.0
+        self._log_every = config.log.every_steps
         self._streams = bool(prepared.data.streams)
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
@@ -136,8 +137,8 @@ class Reporter(Callback):
     def _waited(self) -> float:
         """The share of the time that steps waited for data; a warning where it is long, once."""
         share = self._throughput.waits
-        # Before the first log the queue had to be filled.
-        if share > _LONG_WAIT and self._has_logged and not self._has_warned:
+        # The first steps also wait because the queue has to be filled.
+        if share > _LONG_WAIT and self._throughput.steps > self._log_every and not self._has_warned:
             self._has_warned = True
             remedy = "raise data.num_workers" + (", or use more CPU cores" if self._streams else "")
             self.say(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")

@@ -445,6 +445,8 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert main([*flags(given), "--show-data", "2"]) == 0
     shown = capsys.readouterr().out
+    # Packed conversations are shown one by one, with a line between them.
+    assert sorted(re.findall(r"--- sample \d, of document (\d):", shown)) == ["0", "1"]
     assert "[[It is 5.<|eot_id|>]]<|start_header_id|>user" in shown
     assert "[[\\x1b[2J<|eot_id|>]]" in shown and "\x1b" not in shown
     assert "Be brief.<|eot_id|>" in shown
