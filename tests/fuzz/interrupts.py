@@ -161,7 +161,7 @@ class Case:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        return code, self._output.read_text("utf-8", "replace")
+        return code, self._output.read_text("utf-8", "replace")[-4000:]
 
     def names_left(self) -> set[str]:
         """Return the semaphores that the processes of the group made and that still have their names."""
@@ -233,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=KINDS, help="one kind of command")
     parser.add_argument("--kill", action="store_true", help="SIGKILL instead of SIGINT")
     arguments = parser.parse_args(argv)
+    # A shell starts background programs with SIGINT ignored, which the commands would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     root = Path(tempfile.mkdtemp(prefix="fuzz-interrupts-"))
     scratch = Scratch(root / "scratch")
     write_run(scratch)
