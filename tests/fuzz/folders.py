@@ -138,6 +138,7 @@ class Scratch:
         """Return the environment variables of an action."""
         return {
             "HOME": str(self.home),
+            "USER": "fuzz",  # libraries would look it up in /etc/passwd
             "TMPDIR": str(self.temporary),
             "HF_HOME": str(self.hub),
             "TOKENIZERS_PARALLELISM": "false",

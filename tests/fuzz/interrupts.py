@@ -46,12 +46,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 _TICK = os.sysconf("SC_CLK_TCK")
 _OURS = re.compile(r'File ".*/(portable|converters|gpu|tpu)/')
 KINDS = {
-    "train": 6.0,
-    "train, 2 ranks": 12.0,
-    "convert": 1.5,
-    "report": 1.5,
-    "data": 4.0,
-    "resume-info": 1.5,
+    "train": 10.0,
+    "train, 2 ranks": 18.0,
+    "convert": 0.4,
+    "report": 0.6,
+    "data": 6.0,
+    "resume-info": 4.5,
 }
 """Kinds of commands, and the most processor time, in seconds, after which the signal comes."""
 

@@ -40,7 +40,7 @@ _REPOSITORY = Path(__file__).parents[2]
 _ALLOWED = re.compile(
     r"/proc/(\d+/)?(task/\d+/)?(stat|statm|status|maps|smaps\w*|mounts|mountinfo|cgroup|limits|fd|self|task|meminfo"
     r"|cpuinfo|filesystems|version|sys/.*|net/.*|loadavg|uptime)?(/.*)?"
-    r"|/sys/.*|/dev/(null|urandom|random|shm.*|tty|pts/.*)|/etc/(mime\.types|localtime|os-release|ld\.so.*|nsswitch.*"
+    r"|/sys/.*|/dev/(null|urandom|random|shm.*|tty|pts/.*)|/etc/(mime\.types|locale\.alias|localtime|os-release|ld\.so.*|nsswitch.*"
     r"|timezone|apache2/.*|httpd/.*|ssl/.*|machine-id|debian_version|lsb-release|host\.conf|resolv\.conf|hosts)"
     r"|(?!/(proc|sys|dev|etc|home|root|tmp)/).*/(mime\.types|\.so\S*)|/usr/.*|/lib/.*|/lib64/.*"
 )
