@@ -114,16 +114,16 @@ def test_the_next_run_removes_the_semaphores_of_killed_runs() -> None:
     """A run that is killed before its workers have opened them leaves their names."""
     names = _SemaphoreNames(multiprocessing.get_context("forkserver"))
     names.make_queue()
-    made = {name for name in semaphores() if f"-{os.getpid()}-" in name}
+    created = {name for name in semaphores() if f"-{os.getpid()}-" in name}
     dead = subprocess.Popen(["true"])
     dead.wait()
-    left = Path("/dev/shm") / min(made).replace(f"-{os.getpid()}-", f"-{dead.pid}-")
+    left = Path("/dev/shm") / min(created).replace(f"-{os.getpid()}-", f"-{dead.pid}-")
     left.touch()
     names.remove_leftovers()
     assert not left.exists()
-    assert made <= semaphores()
+    assert created <= semaphores()
     names.unlink()
-    assert not made & semaphores()
+    assert not created & semaphores()
 
 
 # -- calls that hand a stranger's file to a library ----------------------------------------------------------
