@@ -238,7 +238,8 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
     """Begin the names of the semaphores that this process makes within this context with ``prefix``."""
     from multiprocessing import process
 
-    settings: dict[str, Any] = process.current_process()._config
+    current: Any = process.current_process()
+    settings: dict[str, Any] = current._config
     before = settings["semprefix"]
     settings["semprefix"] = prefix
     try:
