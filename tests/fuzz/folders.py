@@ -337,6 +337,7 @@ class Kind:
             code = f"from pathlib import Path\nPath({str(self.scratch.root / CODE_RAN)!r}).touch()\n"
             for file in _CODE:
                 (folder / file).parent.mkdir(exist_ok=True)
+                (folder / file).unlink(missing_ok=True)  # an earlier change may have made a FIFO of it
                 (folder / file).write_text(code)
             return "Python files"
         text = str(value if isinstance(value, str) else dice.choice(TEXTS).format(outside / "secret.txt"))
