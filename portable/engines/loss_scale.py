@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from portable.errors import RunError, UserError, one_line
-from portable.paths import write_durably
+from portable.paths import read_json, write_durably
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,8 +70,8 @@ class LossScale(ABC):
         if not path.exists():
             return
         try:
-            stored = {"overflows": 0, **json.loads(path.read_text("utf-8"))}  # older files do not count them
+            stored = {"overflows": 0, **read_json(path)}  # older files do not count them
             state = {name: float(stored[name]) for name in (*STATE, "overflows")}
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise UserError(f"{path}: damaged ({one_line(error)}); use an older checkpoint") from error
         self.restore(state)

@@ -233,6 +233,22 @@ def abandon_workers(batches: Any) -> None:
 
 
 @_torch.needed_for("data.num_workers")
+@contextmanager
+def prefix_semaphores(prefix: str) -> Iterator[None]:
+    """Begin the names of the semaphores that this process makes within this context with ``prefix``."""
+    from multiprocessing import process
+
+    current: Any = process.current_process()
+    settings: dict[str, Any] = current._config
+    before = settings["semprefix"]
+    settings["semprefix"] = prefix
+    try:
+        yield
+    finally:
+        settings["semprefix"] = before
+
+
+@_torch.needed_for("data.num_workers")
 def unlink_semaphores(queues: list[Any]) -> None:
     """Remove the names of the semaphores of queues that other processes have opened already."""
     from multiprocessing import util

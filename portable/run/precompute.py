@@ -240,7 +240,9 @@ class Table:
                     raise CacheDamagedError(f"{path}: damaged")
                 sums = np.array(meta["sums"], dtype="<u4")
                 self._opened = meta["shapes"], CheckedArray(path, _FLOAT, sums, width)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (CacheDamagedError, MemoryError):
+                raise
+            except Exception as error:  # the file may hold any values
                 raise CacheDamagedError(f"{self.folder}: {one_line(error)}") from error
         return self._opened
 

@@ -138,6 +138,7 @@ class Scratch:
         """Return the environment variables of an action."""
         return {
             "HOME": str(self.home),
+            "USER": "fuzz",  # libraries would look it up in /etc/passwd
             "TMPDIR": str(self.temporary),
             "HF_HOME": str(self.hub),
             "TOKENIZERS_PARALLELISM": "false",
@@ -336,6 +337,7 @@ class Kind:
             code = f"from pathlib import Path\nPath({str(self.scratch.root / CODE_RAN)!r}).touch()\n"
             for file in _CODE:
                 (folder / file).parent.mkdir(exist_ok=True)
+                (folder / file).unlink(missing_ok=True)  # an earlier change may have made a FIFO of it
                 (folder / file).write_text(code)
             return "Python files"
         text = str(value if isinstance(value, str) else dice.choice(TEXTS).format(outside / "secret.txt"))
@@ -1078,19 +1080,26 @@ class Fuzz:
         return broken
 
 
+_OPENED = re.compile(r"\) += \d+<(.*)>$", re.MULTILINE)
+"""A file that was opened, in a line of `strace -y`: the real path of the new descriptor."""
+
+
 def trace(fuzz: Fuzz, numbers: Sequence[int], out: Path) -> int:
-    """Run the commands of some cases under strace in one process tree; return the number of reads outside."""
-    outside = re.escape(str(fuzz.scratch.root)) + r"/(outside|home|current)/\w"
-    special = r"/proc/(self|\d+)/environ|/etc/passwd|/dev/zero"
-    pattern = re.compile(rf'open(at)?\([^"]*"({outside}[^"]*|{special})"[^)]*\) = \d')
-    reads = 0
+    """Run the commands of some cases under strace; return the number of cases with reads outside.
+
+    Strace follows this process and all its children, and shows the real path of each opened file, so that
+    links and relative names need no interpretation.
+    """
+    reads = opened = 0
     for number in numbers:
         changes, actions = fuzz.prepare(number)
         fuzz._reset()
         log = out / f"trace-{number}"
-        command = ["strace", "-f", "-qq", "-e", "trace=open,openat,openat2", "-o", str(log)]
-        tracer = subprocess.Popen([*command, "-p", str(os.getpid())], stderr=subprocess.DEVNULL)
+        command = ["strace", "-f", "-y", "-qq", "-e", "trace=open,openat,openat2", "-o", str(log)]
+        tracer = subprocess.Popen([*command, "-p", str(os.getpid())], stderr=subprocess.PIPE, text=True)
         while "TracerPid:\t0" in Path("/proc/self/status").read_text():
+            if tracer.poll() is not None:
+                raise RuntimeError(f"strace ended: {tracer.communicate()[1]}")
             time.sleep(0.01)
         for words in actions:
             pid = os.fork()
@@ -1105,12 +1114,15 @@ def trace(fuzz: Fuzz, numbers: Sequence[int], out: Path) -> int:
                 os._exit(0)
             os.waitpid(pid, 0)
         tracer.terminate()
-        tracer.wait()
-        paths = {match[2] for match in pattern.finditer(log.read_text("utf-8", "replace"))}
-        if paths:
+        tracer.communicate()
+        paths = _OPENED.findall(log.read_text("utf-8", "replace"))
+        opened += len(paths)
+        outside = sorted({path for path in paths if fuzz.observer.leaves(path, writes=False)})
+        if outside:
             reads += 1
-            print(f"case {number}: {changes}: {sorted(paths)}", flush=True)
+            print(f"case {number}: {changes}: {outside}", flush=True)
         log.unlink()
+    print(f"{opened} files opened")
     return reads
 
 

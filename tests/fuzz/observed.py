@@ -40,7 +40,7 @@ _REPOSITORY = Path(__file__).parents[2]
 _ALLOWED = re.compile(
     r"/proc/(\d+/)?(task/\d+/)?(stat|statm|status|maps|smaps\w*|mounts|mountinfo|cgroup|limits|fd|self|task|meminfo"
     r"|cpuinfo|filesystems|version|sys/.*|net/.*|loadavg|uptime)?(/.*)?"
-    r"|/sys/.*|/dev/(null|urandom|random|shm.*|tty|pts/.*)|/etc/(mime\.types|localtime|os-release|ld\.so.*|nsswitch.*"
+    r"|/sys/.*|/dev/(null|urandom|random|shm.*|tty|pts/.*)|/etc/(mime\.types|locale\.alias|localtime|os-release|ld\.so.*|nsswitch.*"
     r"|timezone|apache2/.*|httpd/.*|ssl/.*|machine-id|debian_version|lsb-release|host\.conf|resolv\.conf|hosts)"
     r"|(?!/(proc|sys|dev|etc|home|root|tmp)/).*/(mime\.types|\.so\S*)|/usr/.*|/lib/.*|/lib64/.*"
 )
@@ -167,7 +167,7 @@ class Observer:
                     return
                 real = os.path.realpath(name)
                 writes = event == "open" and _writes(arguments[1], arguments[2])
-                if self._leaves(real, writes=writes):
+                if self.leaves(real, writes=writes):
                     tell(f"{'wrote' if writes else event} {name} -> {real}")
             elif event in _STARTS:
                 words = str(arguments[:2])
@@ -178,7 +178,8 @@ class Observer:
 
         sys.addaudithook(hook)
 
-    def _leaves(self, real: str, *, writes: bool) -> bool:
+    def leaves(self, real: str, *, writes: bool) -> bool:
+        """Return whether a real path is one that no action may open."""
         if any(_below(real, secret) for secret in self._secrets):
             return True
         if any(_below(real, folder) for folder in (self._writable if writes else self._inside)):

@@ -115,6 +115,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     # The fingerprint guards resuming: a changed one would let other text pass.
     "another fingerprint": lambda path: _rewritten(path, fingerprint="0" * 32),
     "another format": lambda path: _rewritten(path, format=0),
+    "another nesting": lambda path: path.write_text("[" * 100_000),
 }
 DAMAGED = [
     *((name, "one bit") for name in ("meta.json", "blocks.crc", "text.bin", "text.idx", "labels.bin")),

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from tokenizers import Tokenizer, models, normalizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, EsmTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
 from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
@@ -102,6 +102,15 @@ def test_what_stands_around_a_text(row: dict[str, Any]) -> None:
     assert special_token_frame(row["task"], vocabulary) == Frame(tuple(row["before"]), tuple(row["after"]))
 
 
+def test_the_digest_of_a_python_tokenizer_covers_its_files(tmp_path: Path) -> None:
+    """The class of ESM requires an argument that is optional in all others."""
+    digests = set()
+    for words in ("<cls>\n<pad>\n<eos>\n<unk>\nA\nB\n", "<cls>\n<pad>\n<eos>\n<unk>\nB\nA\n"):
+        (tmp_path / "vocab.txt").write_text(words)
+        digests.add(tokenizer_digest(EsmTokenizer(str(tmp_path / "vocab.txt"))))
+    assert len(digests) == 2
+
+
 class TwoSides(PreTrainedTokenizerFast):  # type: ignore[misc, unused-ignore]
     """A tokenizer that writes another vocabulary than it reads, as Marian's does."""
 
@@ -143,7 +152,7 @@ def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
 EVIL = """
 from pathlib import Path
 Path({mark!r}).touch()
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, EsmTokenizer, PreTrainedTokenizerFast
 
 class Evil(PreTrainedTokenizerFast):
     pass

@@ -32,18 +32,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("part", "code", "message"),
+    ("call", "part", "code", "message"),
     [
         (
+            "fsync",
             ".final.new",
             74,
             "cannot be written: No space left on device; the run is complete: run the same command",
         ),
-        ("config.yaml", 1, "cannot be written to: No space left on device; free some space and run the same"),
-        ("checkpoints", 1, "No space left on device"),
+        (
+            "fsync",
+            "config.yaml",
+            1,
+            "cannot be written to: No space left on device; free some space and run the same",
+        ),
+        ("rename", "config.yaml", 1, "cannot be written to: Input/output error; "),
+        ("rename", "data_samples.json", 1, "cannot be written to: Input/output error; "),
+        ("fsync", "checkpoints", 1, "No space left on device"),
     ],
 )
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
+def test_a_disk_that_fails_is_one_line_and_the_same_command_goes_on(
+    call: str,
     part: str,
     code: int,
     message: str,
@@ -55,15 +64,23 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
     settings = flags(
         tiny(tmp_path / "run", corpus, train__steps=1, data__eval_fraction=0, log__sample_tokens=0)
     )
-    real = os.fsync
+    real, rename = os.fsync, Path.replace
 
     def fail_to_sync(file: int) -> None:
         if part in Path(f"/proc/self/fd/{file}").readlink().as_posix().partition("/run/")[2]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(file)
 
+    def fail_to_rename(path: Path, target: Path) -> Path:
+        if Path(target).name == part:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fail_to_sync)
+        if call == "fsync":
+            patched.setattr(os, "fsync", fail_to_sync)
+        else:
+            patched.setattr(Path, "replace", fail_to_rename)
         assert main(settings) == code
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error

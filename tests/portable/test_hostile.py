@@ -26,6 +26,7 @@ from isal import igzip
 from pyarrow import parquet
 from transformers import CONFIG_MAPPING
 
+from benchmarks import inotify
 from converters.cli import main as convert
 from portable.adapters.settings import folder_of
 from portable.backend import Batch
@@ -34,6 +35,7 @@ from portable.commands import resume_info
 from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.sources import sharded_tokens
+from portable.data.sources.prepared import FORMAT, INDEX
 from portable.data.sources.source import TokenSource
 from portable.data.tokens import bounded_tokenizer, limited, tokenize
 from portable.data.tokens.chat_template import ChatTemplate
@@ -201,6 +203,28 @@ def test_settings_of_a_tokenizer_name_no_file_outside(
         UserError, match=rf"^data.tokenizer: .*{name}: .* names a file outside the folder; remove"
     ):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"speaker_embeddings_path": "{secret}"}),
+        ("generation_config.json", {"assistant_model": "{secret}"}),
+        ("model.safetensors.index.json", {"weight_map": {"model.norm.weight": "../private/notes.jsonl"}}),
+        ("pytorch_model.bin.index.json", {"weight_map": {"model.norm.weight": "{secret}"}}),
+    ],
+)
+def test_settings_of_a_model_name_no_file_outside(
+    file: str, values: dict[str, Any], secret: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / file).write_text(json.dumps({"model_type": "llama", **values}).replace("{secret}", str(secret)))
+    with pytest.raises(
+        UserError, match=rf"^model.name_or_path: .*{file}: .* names a file outside the folder"
+    ):
+        model_config(ModelConfig(name_or_path=str(folder), config=None))
 
 
 def test_settings_of_published_tokenizers_are_accepted(
@@ -424,6 +448,18 @@ def write_file(name: str, text: str) -> Callable[[Path], Path]:
     return write
 
 
+def link_to_secret(name: str, make: Callable[[Path], Path]) -> Callable[[Path], Path]:
+    """Return a function that makes a folder in which a link to the secret replaces a file."""
+
+    def replace(folder: Path) -> Path:
+        path = make(folder) / name
+        path.unlink()
+        path.symlink_to(folder.parent / "private" / "notes.jsonl")
+        return folder
+
+    return replace
+
+
 def hidden_link(name: str, text: str) -> Callable[[Path], Path]:
     """Return a function that makes a folder whose card names a hidden link to the secret."""
 
@@ -475,6 +511,9 @@ DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: hidden_link("shards", "data_dir: .")(write_file("tokens.json", "{}")(folder).parent),
         "a link here leaves",
     ),
+    "linked card": (link_to_secret("README.md", card("data_dir: .")), "README.md: a link here leaves"),
+    "linked shard": (link_to_secret("shard.00001.mds", shards("mds")), "shard.00001.mds: a link here leaves"),
+    "linked index": (link_to_secret("index.json", shards("mds")), "index.json: a link here leaves"),
     "pipe": (pipe("a.jsonl"), "not a regular file"),
     "pipe of text": (pipe("a.txt.gz"), "not a regular file"),
     "pipe of cells": (pipe("a.csv"), "not a regular file"),
@@ -514,18 +553,29 @@ def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, s
     (tmp_path / "data").mkdir()
     make, told = DATA[name]
     place = str(make(tmp_path / "data"))
-    with pytest.raises(UserError, match=told) as refused:
-        opened = source(place)
-        if isinstance(opened, TokenSource):
-            list(opened.tokens(1 << 20, None))
-        else:
-            found = "".join(document.text for document in opened.documents())
-            pytest.fail(f"read {found[:60]}")
+    with inotify.Watch(inotify.OPENED | inotify.READ) as watch:
+        watch.add(secret)
+        with pytest.raises(UserError, match=told) as refused:
+            opened = source(place)
+            opened.digest()
+            if isinstance(opened, TokenSource):
+                list(opened.tokens(1 << 20, None))
+            else:
+                found = "".join(document.text for document in opened.documents())
+                pytest.fail(f"read {found[:60]}")
+        assert list(watch.drain()) == []
     line = str(refused.value)
     assert line.startswith("data.source: ") and line.isprintable()
 
 
 LONG_NUMBER = "1" + "0" * 400
+
+
+@pytest.mark.parametrize("shards", ['[[1e999, 4, "a"]]', "[[1]]", "7", "null"])
+def test_a_damaged_index_of_prepared_tokens_is_one_line(shards: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(f'{{"format": {FORMAT}, "made": "a", "kind": "text", "shards": {shards}}}')
+    with pytest.raises(UserError, match=rf"^data.source: .*{INDEX}: damaged .*; run portable-data again$"):
+        source(str(tmp_path), stream=True).digest()
 
 
 @pytest.mark.parametrize("key", ["data.columns", "data.label_field"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from portable.data.samples.loader import _SemaphoreNames
 from tests.ranks import wait_for
 from tests.runs import tiny
 
@@ -106,6 +108,22 @@ def test_killed_runs_leave_no_semaphore(tmp_path: Path, corpus: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(AT_MOST)
     assert not opened & semaphores()
+
+
+def test_the_next_run_removes_the_semaphores_of_killed_runs() -> None:
+    """A run that is killed before its workers have opened them leaves their names."""
+    names = _SemaphoreNames(multiprocessing.get_context("forkserver"))
+    names.make_queue()
+    created = {name for name in semaphores() if f"-{os.getpid()}-" in name}
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left = Path("/dev/shm") / min(created).replace(f"-{os.getpid()}-", f"-{dead.pid}-")
+    left.touch()
+    names.remove_leftovers()
+    assert not left.exists()
+    assert created <= semaphores()
+    names.unlink()
+    assert not created & semaphores()
 
 
 # -- calls that hand a stranger's file to a library ----------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import multiprocessing
+import os
 import queue
 import threading
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -216,6 +218,7 @@ def _worker_batches(
     context: Any = copy.copy(multiprocessing.get_context("forkserver" if server else "spawn"))
     context.Event = partial(_Flag, context)
     names = _SemaphoreNames(context)
+    names.remove_leftovers()
     context.Queue = names.make_queue
     # Linux kills the server when the thread that started it ends, so only the main thread may bind it.
     if server and threading.current_thread() is threading.main_thread():
@@ -281,7 +284,8 @@ class _SemaphoreNames:
     """Names of the semaphores of the queues between a loader and its workers.
 
     Workers open the semaphores by name. If all processes are killed, nothing removes the names from /dev/shm,
-    so they are removed as soon as every worker has opened its semaphores.
+    so they are removed as soon as every worker has opened its semaphores. Each name contains the process ID
+    of its creator, so that the next run removes the names of a run that was killed before that.
 
     Args:
         context: Context of ``multiprocessing`` that makes the queues.
@@ -290,11 +294,29 @@ class _SemaphoreNames:
     def __init__(self, context: Any) -> None:
         self._make = context.Queue
         self._queues: list[Any] = []
+        # Process IDs are unique in their namespace, and containers may share /dev/shm.
+        namespace = Path("/proc/self/ns/pid")
+        self._prefix = f"mp-portable-{namespace.stat().st_ino}-" if namespace.exists() else ""
 
     def make_queue(self) -> Any:
         """Make a queue and record it."""
-        self._queues.append(self._make())
+        prefix = f"/{self._prefix}{os.getpid()}" if self._prefix else "/mp"
+        with of_torch.prefix_semaphores(prefix):
+            self._queues.append(self._make())
         return self._queues[-1]
+
+    def remove_leftovers(self) -> None:
+        """Remove the names whose creators are dead."""
+        if not self._prefix:
+            return
+        for path in Path("/dev/shm").glob(f"sem.{self._prefix}*"):
+            try:
+                os.kill(int(path.name.split("-")[3]), 0)
+            except ProcessLookupError:
+                with contextlib.suppress(OSError):  # another user's, or already removed
+                    path.unlink()
+            except (PermissionError, ValueError):
+                continue
 
     def unlink(self) -> None:
         """Remove the names. The semaphores remain usable."""

@@ -17,7 +17,7 @@ from portable.data.sources.documents import listed
 from portable.data.sources.library import cannot_load, datasets_library
 from portable.data.sources.listing import local_files
 from portable.errors import UserError, one_line
-from portable.paths import check_folder, name_inside, open_file, storage_errors
+from portable.paths import check_folder, check_link, name_inside, open_file, storage_errors
 from portable.untrusted_settings import check_values
 
 if TYPE_CHECKING:
@@ -107,8 +107,9 @@ def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path
 
 
 def _has_settings(folder: Path) -> bool:
+    check_link("data.source", folder / _CARD, folder)
     try:
-        with open_file(folder / _CARD) as file:
+        with open_file(folder / _CARD, folder) as file:
             return file.read(4).rstrip() == b"---"
     except OSError:
         return False

@@ -137,7 +137,11 @@ class ShardedTokens(TokenSource):
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
         found = sharded_tokens(names[0])
-        return None if found is None else cls(found[0], pieces_of(found[1], names[0]), settings)
+        if found is None:
+            return None
+        if isinstance(found[0], Path):
+            check_folder("data.source", str(found[0]), most=None)
+        return cls(found[0], pieces_of(found[1], names[0]), settings)
 
     def digest(self) -> str:
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)

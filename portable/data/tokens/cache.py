@@ -498,7 +498,9 @@ class TokenCache:
                 arrays[name], at = array, at + count
             found = TokenCache(folder, meta, arrays)
             assert found.tokens.keys() == found.offsets.keys()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (CacheDamagedError, MemoryError):
+            raise
+        except Exception as error:  # the files may hold any values
             raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
         return found
 

@@ -19,7 +19,7 @@ from converters import CheckpointError, check_manifest, manifest_entries, manife
 from converters.errors import raise_unless_panic
 from converters.manifest import MANIFEST
 from portable.data.sources.documents import digest_of, listed
-from portable.data.tokens.bounded_tokenizer import decode, encode, encode_targets
+from portable.data.tokens.bounded_tokenizer import convert_tokenizer_errors, decode, encode, encode_targets
 from portable.errors import UserError, one_line
 from portable.temporary_folder import made_once, scratch_folder
 from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_settings
@@ -409,8 +409,11 @@ def _files_digest(tokenizer: Any) -> str:
     """A digest of the files of a Python tokenizer, such as Marian's two sentencepiece models."""
     hasher = hashlib.blake2b(digest_size=16)
     with scratch_folder("portable-vocabulary") as folder:
-        with suppress(NotImplementedError, OSError, ValueError):  # without files, the vocabulary suffices
-            tokenizer.save_vocabulary(str(folder))
+        with (
+            convert_tokenizer_errors(tokenizer, "write its vocabulary"),
+            suppress(NotImplementedError, OSError, ValueError),  # without files, the vocabulary suffices
+        ):
+            tokenizer.save_vocabulary(str(folder), filename_prefix=None)  # ESM's has no default
         for path in sorted(folder.iterdir()):
             hasher.update(path.name.encode() + b"\0" + path.read_bytes())
     return hasher.hexdigest()
