@@ -46,6 +46,9 @@ FEW_PAIRS = (
 )
 
 
+REPEATED = next(case for case in SAMPLED if case.name == "repeated expert")
+
+
 def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
     """Build a checkpoint whose tensors have shapes, but no values, beside a file with its config."""
     empty = Memory(b"")
@@ -189,6 +192,30 @@ def test_inspect_names_the_cause_of_damaged_adapters(
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     assert cli(["inspect", str(tmp_path)]) == 1
+    assert cause in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("complete-qwen3_moe-safetensors", "transformers 4, vLLM, SGLang and others skip the experts"),
+        (REPEATED.folder, "gathered the experts of one rank, or repeated them"),
+        ({"tie_word_embeddings": True}, "a conversion writes tie_word_embeddings: false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "a conversion removes the key"),
+    ],
+    ids=["stacked experts", "repeated experts", "split tie", "stale quantization"],
+)
+def test_inspect_names_the_known_causes_of_problems(
+    source: str | dict[str, Any],
+    cause: str,
+    damaged: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = damaged / source if isinstance(source, str) else write_folder(tmp_path / "source", **source)
+    assert cli(["inspect", str(folder)]) == 1
+    assert cause in capsys.readouterr().out
+    assert cli(["inspect", str(folder), "--json"]) == 1
     assert cause in capsys.readouterr().out
 
 
