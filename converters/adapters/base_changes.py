@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -38,9 +37,8 @@ INPUTS_FIRST = {
         ("gate_up_proj", "down_proj"),
     ),
 }
-# Modules whose factors are kept: the one that a thread writes and the next one. A conversion has one thread
-# for each core and at most 16 threads.
-KEPT = max(4, min(16, 2 * (os.cpu_count() or 16)))
+# Modules whose factors are kept, for a few threads: those that are written now, and those that come next.
+KEPT = 16
 
 
 @dataclass
