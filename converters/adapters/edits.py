@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from threading import Lock
+from threading import Lock, local
 from typing import TYPE_CHECKING, Any
 
 from converters.numeric import np
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 # thread of a conversion multiplies: forty times slower, as measured on two busy cores.
 _SMALL = 1 << 18
 _BLOCK = 1 << 20  # bytes that are read at once
+# Each thread reuses one buffer for its products: with new memory, the block leaves the core's cache.
+_products = local()
+
+
+def _get_product_buffer(count: int) -> Array:
+    """Return this thread's buffer of at least `count` float32 elements, with any content."""
+    buffer: Array | None = getattr(_products, "buffer", None)
+    if buffer is None or buffer.size < count:
+        buffer = _products.buffer = np.empty(count, np.float32)
+    return buffer
 
 
 def _add_product(rows: Array, left: Array, right: Array) -> None:
@@ -40,8 +50,10 @@ def _add_product(rows: Array, left: Array, right: Array) -> None:
     for start in range(0, columns, width):
         tiles, part = rows[:, start : start + width], right[:, start : start + width]
         # One call for all tiles above each other: between two calls, threads wait for the interpreter's lock.
-        stacked = left[:whole].reshape(-1, height, rank) @ part
-        tiles[:whole] += stacked.reshape(tiles[:whole].shape)
+        count = part.shape[1]
+        product = _get_product_buffer(whole * count)[: whole * count].reshape(-1, height, count)
+        np.matmul(left[:whole].reshape(-1, height, rank), part, out=product)
+        tiles[:whole] += product.reshape(whole, count)
         tiles[whole:] += left[whole:] @ part
 
 

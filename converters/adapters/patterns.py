@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
-
-import regex
+from typing import TYPE_CHECKING, Any
 
 from converters.limits import MAX_PATTERN
+
+if TYPE_CHECKING:
+    import regex
+else:
+    from converters.lazy import DeferredModule
+
+    regex = DeferredModule("regex")  # a megabyte, which an adapter with a list of modules does not need
 
 # For all patterns of a file and all names: a thousand of each take one.
 _SECONDS = 10.0

@@ -129,9 +129,14 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         _described(settings) if settings.name_or_path is None else _named(settings, settings.name_or_path)
     )
     try:
-        config.get_text_config()
+        text: object = config.get_text_config()
     except ValueError as error:  # the config contains several text models
         raise UserError(f"{settings.key}: {one_line(error)}") from error
+    if isinstance(text, dict):  # a key of config.json that the class of the config does not have
+        raise UserError(
+            f"{settings.key}: config.json has a text model inside of a {config.model_type} model, which has "
+            "no such part; remove the key text_config"
+        )
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"model.task: seq2seq-lm needs an encoder-decoder model, and {config.model_type} is not one; use "

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_SIZE = (1 << 31) - 1
 _DTYPES = ("dtype", "torch_dtype")
+_ROPE_TYPES = ("rope_type", "type")
+_ROPE_SETTINGS = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,14 @@ def check_config_values(where: str, values: Mapping[str, Any]) -> None:
         values: Keys and values of the config.
 
     Raises:
-        UserError: If a number is out of the range of its kind, or a dtype is not a name.
+        UserError: If a number is out of the range of its kind, or if a dtype or a RoPE type is not a name.
     """
     for path, value in _iter_values(values, ()):
         key = path[-1]
         if key in _DTYPES and not isinstance(value, str | None):
             raise _refusal(where, path, value, "the name of a dtype, such as bfloat16")
+        if _is_rope_type(path) and not isinstance(value, str):
+            raise _refusal(where, path, value, "the name of a RoPE type, such as default, linear or yarn")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if key.endswith("_limit") and value in (math.inf, -math.inf):  # no limit, as in Mamba-2
@@ -111,17 +115,24 @@ def _refusal(where: str, path: tuple[str, ...], value: Any, remedy: str) -> User
 
 
 def _iter_values(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield each value that is not a container, with the keys above it."""
+    """Yield each value that is not a container, and each RoPE type, with the keys above it."""
     # A dtype is never a container, except one name for each part of a composite model.
     pending: list[tuple[tuple[str, ...], Any]] = [((*path, str(key)), value) for key, value in values.items()]
     while pending:
         path, value = pending.pop()
-        if isinstance(value, dict) and not (path[-1] in _DTYPES and not _are_names(value)):
+        if _is_rope_type(path):
+            yield path, value
+        elif isinstance(value, dict) and not (path[-1] in _DTYPES and not _are_names(value)):
             pending.extend(((*path, str(key)), inner) for key, inner in value.items())
         elif isinstance(value, list | tuple) and path[-1] not in _DTYPES:
             pending.extend((path, inner) for inner in value)
         else:
             yield path, value
+
+
+def _is_rope_type(path: tuple[str, ...]) -> bool:
+    """Return whether a setting is the type of a RoPE, also of one kind of layer."""
+    return path[-1] in _ROPE_TYPES and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 
 def _are_names(values: Mapping[str, Any]) -> bool:

@@ -26,7 +26,16 @@ from tests import architectures
 from tests.converters.compare import error_of
 from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint
 from tests.converters.samples import all_samples, folder_of, parameters
-from tests.expected_tensors import FILE, create_config, decode_table, describe_class, find_class, list_pairs
+from tests.expected_tensors import (
+    FILE,
+    UNDESCRIBED,
+    create_config,
+    decode_table,
+    describe_class,
+    find_class,
+    find_class_name,
+    list_pairs,
+)
 from tests.object_store import ObjectStore
 
 FEW_PAIRS = (
@@ -44,6 +53,9 @@ FEW_PAIRS = (
     ("gpt2", "sequence-classification"),
     ("qwen2_vl", "composite"),
 )
+
+
+REPEATED = next(case for case in SAMPLED if case.name == "repeated expert")
 
 
 def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
@@ -192,6 +204,30 @@ def test_inspect_names_the_cause_of_damaged_adapters(
     assert cause in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("complete-qwen3_moe-safetensors", "transformers 4, vLLM, SGLang and others skip the experts"),
+        (REPEATED.folder, "gathered the experts of one rank, or repeated them"),
+        ({"tie_word_embeddings": True}, "a conversion writes tie_word_embeddings: false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "a conversion removes the key"),
+    ],
+    ids=["stacked experts", "repeated experts", "split tie", "stale quantization"],
+)
+def test_inspect_names_the_known_causes_of_problems(
+    source: str | dict[str, Any],
+    cause: str,
+    damaged: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = damaged / source if isinstance(source, str) else write_folder(tmp_path / "source", **source)
+    assert cli(["inspect", str(folder)]) == 1
+    assert cause in capsys.readouterr().out
+    assert cli(["inspect", str(folder), "--json"]) == 1
+    assert cause in capsys.readouterr().out
+
+
 def test_empty_tensors_name_their_cause(
     damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,10 +293,19 @@ def check_descriptions(pairs: Iterable[tuple[str, str]]) -> None:
     """Compare descriptions in the table with models of transformers."""
     stored = decode_table(json.loads(FILE.read_bytes()))
     for model_type, task in pairs:
+        if f"{model_type} {find_class_name(model_type, task)}" in UNDESCRIBED:
+            continue
         described = describe_class(model_type, task)
         if described is not None:
             name, description = described
             assert sort_facts(stored[f"{model_type} {name}"]) == sort_facts(description), (model_type, task)
+
+
+def test_every_class_is_described_or_listed() -> None:
+    classes = {f"{pair.model_type} {find_class_name(pair.model_type, pair.task)}" for pair in list_pairs()}
+    described = json.loads(FILE.read_bytes())["classes"].keys()
+    assert classes - described == UNDESCRIBED
+    assert described <= classes
 
 
 @pytest.mark.parametrize("pair", DESCRIBED_PAIRS, ids=lambda pair: pair[0])
