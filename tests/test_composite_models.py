@@ -424,28 +424,6 @@ def test_adapter_in_the_tower_keeps_its_values_under_zero(
         assert (first[name].read().tobytes() == last[name].read().tobytes()) == (name in tower)
 
 
-def test_adapter_of_an_earlier_version_is_continued_as_the_error_says(
-    gemma3: Path, corpus: Path, tmp_path: Path
-) -> None:
-    """Earlier versions also adapted the vision tower by default."""
-    from portable.run.rank import run_rank
-
-    settings = {"train__steps": 2, "checkpoint__every_steps": 1}
-    run = create_lora_run(tmp_path / "run", gemma3, corpus, **settings)
-    with patch("portable.adapters.adapter._exclude_modules", lambda *_: []):
-        assert run_rank("cpu", run.replaced({"train.stop_after": 1})) == 0
-    with pytest.raises(UserError, match=r"belongs to another adapter \(exclude_modules\)") as refused:
-        run_rank("cpu", run)
-    keys = ("checkpoint.resume", "adapter.config")
-    resume, config = (re.findall(rf"{key}: ([^ ,;]+)", str(refused.value))[-1] for key in keys)
-    settings |= {"checkpoint__resume": resume, "adapter__config": config}
-    assert run_rank("cpu", create_lora_run(tmp_path / "new", gemma3, corpus, **settings)) == 0
-    assert sorted(losses(tmp_path / "new")) == [2]
-    final = open_checkpoint(tmp_path / "new" / "final").tensors
-    assert any("vision_tower" in name for name in final)
-    assert len(final) == len(open_checkpoint(Path(resume)).tensors)
-
-
 def test_adapter_of_the_text_part_is_merged_as_the_error_says(corpus: Path, tmp_path: Path) -> None:
     """Earlier versions adapted only the text part of Qwen3.5."""
     from converters.cli import main as convert

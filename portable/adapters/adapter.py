@@ -8,7 +8,6 @@ import re
 import warnings
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +42,7 @@ from portable.private.of_bitsandbytes import bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
@@ -308,15 +308,13 @@ class Adapter:
         theirs, ours = stored.get("config"), self.identity["config"]
         theirs = theirs if isinstance(theirs, dict) else {}
         changed = [name for name in ours if ours[name] != theirs.get(name, ours[name])]
-        file, base = Path(str(source), CONFIG_FILE), self._run.model.name_or_path
+        base = self._run.model.name_or_path
         remedy = "choose another output_dir"
-        if "target_modules" in changed and base is not None:
+        if base is not None and {"target_modules", "exclude_modules"}.intersection(changed):
             remedy += (
                 f"; to continue from its weights, merge them: portable-convert {source} OUT --merge-into "
                 f"{base}, and set model.name_or_path to OUT"
             )
-        elif file.is_file():
-            remedy += f"; to continue it there, set checkpoint.resume: {source} and adapter.config: {file}"
         require(
             not changed,
             f"checkpoint.resume: {source} belongs to another adapter ({', '.join(changed)}); {remedy}",
