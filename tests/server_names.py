@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import transformers
+
 VARIABLE = "PORTABLE_OWNERS"
 """Environment variable that names the folder of `tests.owners`. The subfolder ``servers`` has the sources."""
 NEEDS_SERVERS = f"needs {VARIABLE}=FOLDER after python -m tests.owners build FOLDER"
@@ -30,11 +32,20 @@ SUFFIXES = frozenset({"weight", "bias"})
 """Parameters that the layers of a server create through their quantization method."""
 PACKED = frozenset({"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"})
 """Tensors with all experts of a layer, as transformers 5 holds them in memory."""
+PACKED_MODULES = "packed_modules_mapping"
+"""Attribute of vLLM's classes with the modules that one module of the server combines."""
+LINEAR_CLASSES = frozenset({"LinearBase", "VocabParallelEmbedding"})
+"""Base classes of the layers of vLLM that LoRA can adapt."""
+_TRANSFORMERS = "transformers.models."
 MAX_REPLACEMENTS = 3
 _BUILD_TEXT_MODEL = "init_vllm_registered_model"
 """Function of vLLM that builds the text model of a multimodal model."""
+_CHOOSE_MODEL = "self._get_sgl_model_cls"
+"""Method of SGLang that returns the class of the text model or of the vision model for a config."""
 TEXT_MODEL = "LlamaForCausalLM"
 """Class that stands in for a text model whose class only the config determines."""
+VISION_MODEL = "PixtralVisionModel"
+"""Class that stands in for a vision model whose class only the config determines."""
 
 
 def build(folder: Path) -> None:
@@ -62,14 +73,15 @@ class ModuleSource:
         self.definitions: dict[str, ast.AST] = {}
         self.imports: dict[str, tuple[str, str]] = {}
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for node in iterate_statements(self.tree.body):
+        for node in ast.walk(self.tree):  # Some constructors import the classes that they use.
             if isinstance(node, ast.ImportFrom):
                 base = package.split(".")
                 base = base[: len(base) - node.level + 1] if node.level else []
                 source = ".".join([*base, *filter(None, [node.module])])
                 for alias in node.names:
                     self.imports[alias.asname or alias.name] = (source, alias.name)
-            elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+        for node in iterate_statements(self.tree.body):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 self.definitions[node.name] = node
             elif isinstance(node, ast.Assign):
                 for target in node.targets:
@@ -138,15 +150,18 @@ class Server:
         self._mappers: dict[int, Any] = {}
         self._resolved: dict[tuple[str, str], list[Child]] = {}
         self._expert_words: dict[int, tuple[set[str], bool]] = {}
+        self._packed: dict[int, dict[str, list[str]]] = {}
 
     # -- files and classes -----------------------------------------------------------------------------
 
     def read_module(self, name: str) -> ModuleSource | None:
         """Parse a module of the server, or return None if the server does not have the module."""
         if name not in self._modules:
-            path = self.folder / name.replace(".", "/")
+            is_transformers = name.startswith(_TRANSFORMERS)  # SGLang uses some of its projectors.
+            root = Path(transformers.__file__).parents[1] if is_transformers else self.folder
+            path = root / name.replace(".", "/")
             path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            belongs = name.split(".")[0] == self.package and path.is_file()
+            belongs = (is_transformers or name.split(".")[0] == self.package) and path.is_file()
             self._modules[name] = ModuleSource(name, path) if belongs else None
         return self._modules[name]
 
@@ -251,6 +266,7 @@ class Server:
         passed: dict[str, list[Child]] = {}
         classes = self.list_bases(server_class)
         for each in classes:
+            defaults = read_defaults(each.node)
             for node in ast.walk(each.node):
                 if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("__init__")):
                     continue
@@ -259,10 +275,12 @@ class Server:
                         if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                             names = [argument.arg for argument in method.args.args[1:]]
                             for name, value in zip(names, node.args, strict=False):
-                                passed.setdefault(name, []).extend(self._find_classes(each.module, value, {}))
+                                passed.setdefault(name, []).extend(
+                                    self._find_classes(each.module, value, defaults)
+                                )
                 for keyword in node.keywords:
                     if keyword.arg:
-                        children = self._find_classes(each.module, keyword.value, {})
+                        children = self._find_classes(each.module, keyword.value, defaults)
                         passed.setdefault(keyword.arg, []).extend(children)
         return {name: children for name, children in passed.items() if children}
 
@@ -294,19 +312,12 @@ class Server:
     def _read_assignments(
         self, server_class: ServerClass, module: ModuleSource, method: ast.FunctionDef
     ) -> Iterator[tuple[str, list[Child]]]:
-        values: dict[str, list[ast.expr]] = {}
-        arguments = [*method.args.posonlyargs, *method.args.args]
-        defaults = method.args.defaults
-        for argument, default in zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True):
-            values.setdefault(argument.arg, []).append(default)
-        for argument, value in zip(method.args.kwonlyargs, method.args.kw_defaults, strict=True):
-            if value is not None:
-                values.setdefault(argument.arg, []).append(value)
+        values = {name: [*defaults] for name, defaults in read_defaults(method).items()}
         assigned: list[tuple[ast.expr, ast.expr]] = []
         for node in ast.walk(method):
             if isinstance(node, ast.FunctionDef) and node is not method:
-                names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-                values.setdefault(node.name, []).extend(names)
+                inner = [each for each in ast.walk(node) if isinstance(each, ast.Name | ast.Subscript)]
+                values.setdefault(node.name, []).extend(inner)
             if isinstance(node, ast.Assign):
                 assigned += [(target, node.value) for target in node.targets]
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -330,7 +341,9 @@ class Server:
                     and (isinstance(value, ast.Name) or any(isinstance(n, ast.Call) for n in ast.walk(value)))
                 ):
                     children = self._find_classes(module, value, values)
-                    yield each.attr, children + self._find_built(server_class, value)
+                    nested = [item for node in ast.walk(value) for item in values.get(read_name(node), ())]
+                    built = [self._find_built(server_class, item) for item in (value, *nested)]
+                    yield each.attr, children + list(itertools.chain.from_iterable(built))
                 elif (
                     isinstance(each, ast.Attribute)
                     and isinstance(each.value, ast.Attribute)
@@ -339,14 +352,14 @@ class Server:
                     yield each.value.attr, [Leaf(each.attr, experts=False)]
 
     def _find_built(self, server_class: ServerClass, value: ast.expr) -> list[Child]:
-        """Return the classes in the methods and class attributes that an expression calls on ``self``."""
-        called = {
-            node.func.attr
+        """Return the classes in the methods and class attributes of ``self`` that an expression uses."""
+        used = [
+            node.func if isinstance(node, ast.Call) else node.value
             for node in ast.walk(value)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "self"
+            if isinstance(node, ast.Call | ast.Subscript)
+        ]
+        called = {
+            node.attr for node in used if isinstance(node, ast.Attribute) and read_name(node.value) == "self"
         }
         children: list[Child] = []
         body: ast.AST
@@ -398,6 +411,9 @@ class Server:
                 ):
                     text_model = self.find_class(TEXT_MODEL)
                     children += [] if text_model is None else [text_model]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == _CHOOSE_MODEL:
+                chosen = self.find_class(VISION_MODEL if "vision" in ast.unparse(node) else TEXT_MODEL)
+                children += [] if chosen is None else [chosen]
             elif (
                 isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "nn"
             ) and node.attr not in ("Module", "ModuleList", "ModuleDict", "Sequential"):
@@ -495,6 +511,8 @@ class Server:
                 self.child = child
 
             def __getattr__(self, name: str) -> Any:
+                if name == PACKED_MODULES:
+                    return server.read_packed_modules(self.child)
                 return server.get_mapper(self.child)
 
         class Namespace(dict[str, Any]):
@@ -582,6 +600,107 @@ class Server:
                     ]
             names = following
 
+    # -- adapters --------------------------------------------------------------------------------------
+
+    def find_unused(self, architecture: str, names: Iterable[str]) -> list[str]:
+        """Return the tensors of an adapter that vLLM does not load into a module of a class.
+
+        vLLM's own functions parse the names. Its LoRA manager then looks up each module by its path, and
+        ignores modules outside the language model by default.
+
+        Args:
+            architecture: Name of the class in ``architectures``.
+            names: Names of tensors in ``adapter_model.safetensors``.
+
+        Raises:
+            KeyError: The server has no own class for the architecture.
+        """
+        server_class = self.find_class(architecture)
+        if server_class is None:
+            raise KeyError(architecture)
+        return [name for name in names if not self._adapts(server_class, name)]
+
+    def _adapts(self, server_class: ServerClass, name: str) -> bool:
+        mapper = self.get_mapper(server_class)
+        try:
+            module, _ = self._parse_lora_name(name, mapper and mapper.get_rename_mapper())
+        except ValueError:
+            return False
+        prefix = self._read_language_prefix(server_class)
+        if prefix and not module.startswith(f"{prefix}."):
+            return False
+        if module.endswith(".experts.base_layer"):  # The other of two adapters of one module
+            module = module.removesuffix(".base_layer")
+        parent, _, last = module.rpartition(".")
+        packed = self.read_packed_modules(server_class)
+        modules = [key for key, children in packed.items() if last in children] or [last]
+        return any(self._is_adaptable(server_class, f"{parent}.{each}".lstrip("."), ()) for each in modules)
+
+    def _is_adaptable(self, child: Child, name: str, path: tuple[ServerClass, ...]) -> bool:
+        """Return whether a path of attributes leads from a module to a layer that LoRA can adapt."""
+        if isinstance(child, Leaf):
+            return not name and child.experts
+        if not name:
+            return any(each.node.name in LINEAR_CLASSES for each in self.list_bases(child))
+        if child in path:
+            return False
+        first, _, rest = name.partition(".")
+        if rest.partition(".")[0].isdigit():
+            rest = rest.partition(".")[2]
+        children = self.list_attributes(child).get(first, ())
+        return any(self._is_adaptable(each, rest, (*path, child)) for each in children)
+
+    @cached_property
+    def _parse_lora_name(self) -> Any:
+        module = self.read_module("vllm.lora.utils")
+        assert module is not None
+        namespace: dict[str, Any] = {}
+        body = [
+            *ast.parse("from __future__ import annotations").body,
+            module.definitions["parse_fine_tuned_lora_name"],
+        ]
+        exec(compile(ast.Module(body, []), "vllm.lora.utils", "exec"), namespace)  # type: ignore[arg-type]
+        return namespace["parse_fine_tuned_lora_name"]
+
+    def _read_language_prefix(self, server_class: ServerClass) -> str:
+        """Return the path of the language model in a multimodal class, or an empty string."""
+        for each in self.list_bases(server_class):
+            for method in each.node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "get_mm_mapping":
+                    for node in ast.walk(method):
+                        if isinstance(node, ast.keyword) and node.arg == "language_model":
+                            return (get_string(node.value) or "").rstrip(".")
+        return ""
+
+    def read_packed_modules(self, server_class: ServerClass) -> dict[str, list[str]]:
+        """Return the modules that each combined module of a class consists of."""
+        if id(server_class) not in self._packed:
+            packed: dict[str, list[str]] = {}
+            for each in reversed(self.list_bases(server_class)):
+                for node in ast.walk(each.node):
+                    if isinstance(node, ast.Assign):
+                        target, value = node.targets[0], node.value
+                    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                        target, value = node.target, node.value
+                    else:
+                        continue
+                    if isinstance(target, ast.Name) and target.id == PACKED_MODULES:
+                        packed |= self._evaluate(each.module, value)
+                    elif isinstance(target, ast.Subscript) and PACKED_MODULES in ast.unparse(target.value):
+                        packed[ast.literal_eval(target.slice)] = ast.literal_eval(value)
+            self._packed[id(server_class)] = packed
+        return self._packed[id(server_class)]
+
+    def is_stacked(self, server_class: ServerClass) -> bool:
+        """Return whether vLLM's LoRA layers of a class take the experts of a layer in one tensor."""
+        for each in self.list_bases(server_class):
+            for node in each.node.body:
+                if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "is_3d_moe_weight":
+                    return node.value is not None and ast.unparse(node.value) == "True"
+        return False
+
+    # -- experts ---------------------------------------------------------------------------------------
+
     def _is_expert(self, name: str, path: tuple[ServerClass, ...]) -> bool:
         """Return whether the experts of a layer have a parameter, under its name in the checkpoint."""
         words: set[str] = set()
@@ -610,8 +729,36 @@ class Server:
             for item in ast.walk(node.value)
             if isinstance(item, ast.Constant) and isinstance(item.value, str)
         }
+        words |= {
+            match[1]
+            for base in self.list_bases(server_class)
+            for node in ast.walk(base.node)
+            if (match := re.search(r"experts\.(gate_up_proj|down_proj)$", get_string(node) or ""))
+        }
         loaders = self.list_loaders(server_class)
         return words, any("params_dict" in ast.dump(method) for method in loaders)
+
+
+def read_defaults(node: ast.AST) -> dict[str, list[ast.expr]]:
+    """Return the default values of the arguments of a function, or of a class's constructor."""
+    values: dict[str, list[ast.expr]] = {}
+    methods = node.body if isinstance(node, ast.ClassDef) else [node]
+    for method in methods:
+        if not isinstance(method, ast.FunctionDef) or (method is not node and method.name != "__init__"):
+            continue
+        arguments = [*method.args.posonlyargs, *method.args.args]
+        defaults = method.args.defaults
+        for argument, default in zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True):
+            values.setdefault(argument.arg, []).append(default)
+        for argument, value in zip(method.args.kwonlyargs, method.args.kw_defaults, strict=True):
+            if value is not None:
+                values.setdefault(argument.arg, []).append(value)
+    return values
+
+
+def read_name(node: ast.AST) -> str:
+    """Return the name that a node consists of, or an empty string."""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def get_string(node: ast.AST) -> str | None:

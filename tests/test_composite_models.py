@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -314,8 +316,6 @@ def test_checkpoint_of_the_text_part_is_continued_as_the_error_says(
 
 def launch_without_reach(config: RunConfig) -> int:
     """Run on one rank without freezing the parameters that text does not reach."""
-    from unittest.mock import patch
-
     with patch("portable.model.build.find_unreached", lambda *_, **__: frozenset()):
         return launched(config)
 
@@ -422,6 +422,29 @@ def test_adapter_in_the_tower_keeps_its_values_under_zero(
     assert tower and tower != set(names)
     for name in names:
         assert (first[name].read().tobytes() == last[name].read().tobytes()) == (name in tower)
+
+
+def test_adapter_of_the_text_part_is_merged_as_the_error_says(corpus: Path, tmp_path: Path) -> None:
+    """Earlier versions adapted only the text part of Qwen3.5."""
+    from converters.cli import main as convert
+    from portable.run.rank import run_rank
+
+    source = write_composite(tmp_path / "source", "qwen3_5", corpus)
+    file = source / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**config, "architectures": ["Qwen3_5ForCausalLM"]}), "utf-8")
+    run = create_lora_run(tmp_path / "run", source, corpus, train__steps=2, checkpoint__every_steps=1)
+    assert run_rank("cpu", run.replaced({"train.stop_after": 1})) == 0
+    file.write_text(json.dumps(config), "utf-8")
+    with pytest.raises(UserError, match=r"another adapter \(target_modules, exclude_modules\)") as refused:
+        run_rank("cpu", run)
+    (command,) = re.findall("portable-convert ([^,]+),", str(refused.value))
+    out = tmp_path / "out"
+    assert convert([*command.replace("OUT", str(out)).split(), "--quiet"]) == 0
+    merged, base = open_checkpoint(out).tensors, open_checkpoint(source).tensors
+    assert set(merged) == set(base)
+    changed = {name for name in base if merged[name].read().tobytes() != base[name].read().tobytes()}
+    assert changed and all(name.startswith("model.language_model.layers.") for name in changed)
 
 
 # -- packing -----------------------------------------------------------------------------------------------

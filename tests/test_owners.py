@@ -22,14 +22,18 @@ from transformers import AutoModelForCausalLM
 
 from converters.cli import main
 from converters.names.earlier_keys import add_earlier_keys
+from portable.adapters.adapter import adapt
 from portable.data.dataset import build_data
+from portable.model.build import model_config, training_model
 from portable.private import of_transformers
 from tests import earlier_keys
-from tests.composite import build_composite, write_composite
+from tests.composite import build_composite, build_composite_config, write_composite
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
+from tests.converters.test_server_names import iterate_wrong_names
 from tests.owners import NEEDS_OWNERS, ROOT, VARIABLE, run_judge, run_script
 from tests.owners_judge import TOKENS
 from tests.runs import configured, leg, write_corpus
+from tests.server_names import Server
 from tests.tiny_models import VOCABULARY, tiny_config, tiny_model
 
 pytestmark = [
@@ -343,3 +347,32 @@ def test_command_of_the_gguf_refusal_converts_the_model(
     run_script("llama_cpp", advice.replace("OUT", str(folder)))
     (file,) = folder.glob("*.gguf")
     assert distance(file, model, tokenizer("llama")) < TOLERANCE_OF_FLOAT16
+
+
+# -- names of adapters ---------------------------------------------------------------------------------------
+
+_COMPOSITE_ADAPTED = ("gemma3", "llama4", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+ADAPTED = ("deepseek_v3", "nemotron_h", "qwen3", "qwen3_moe", *_COMPOSITE_ADAPTED)
+"""Types of popular adapters. In models of `_COMPOSITE_ADAPTED`, the towers are not adapted by default."""
+SERVERS = Path(os.environ.get(VARIABLE, ""), "servers")
+
+
+def list_adapter_names(model_type: str, folder: Path) -> tuple[str, list[str]]:
+    """Return the class of a model, and the names in the files of an adapter with the default settings."""
+    settings: dict[str, Any] = {"model__config": tiny_config(model_type)}
+    if model_type in _COMPOSITE_ADAPTED:
+        build_composite_config(model_type).save_pretrained(folder)
+        settings = {"model__config": None, "model__name_or_path": str(folder)}
+    config = configured(folder, folder / "text.txt", **ADAPTER, **settings)
+    model = training_model(model_config(config.model), config)
+    return type(model).__name__, adapt(model, model_config(config.model), config).files
+
+
+@pytest.mark.skipif(not SERVERS.is_dir(), reason=NEEDS_OWNERS)
+@pytest.mark.parametrize("model_type", ADAPTED)
+def test_vllm_finds_a_module_for_each_tensor_of_an_adapter(model_type: str, tmp_path: Path) -> None:
+    architecture, names = list_adapter_names(model_type, tmp_path)
+    server = Server(SERVERS, "vllm")
+    assert names and server.find_unused(architecture, names) == []
+    wrong = [name for name in iterate_wrong_names(names) if "x_weight" in name or ".x_" in name]
+    assert wrong and server.find_unused(architecture, wrong) == wrong

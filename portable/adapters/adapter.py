@@ -308,10 +308,16 @@ class Adapter:
         theirs, ours = stored.get("config"), self.identity["config"]
         theirs = theirs if isinstance(theirs, dict) else {}
         changed = [name for name in ours if ours[name] != theirs.get(name, ours[name])]
+        base = self._run.model.name_or_path
+        remedy = "choose another output_dir"
+        if base is not None and {"target_modules", "exclude_modules"}.intersection(changed):
+            remedy += (
+                f"; to continue from its weights, merge them: portable-convert {source} OUT --merge-into "
+                f"{base}, and set model.name_or_path to OUT"
+            )
         require(
             not changed,
-            f"checkpoint.resume: {source} belongs to another adapter ({', '.join(changed)}); choose another "
-            "output_dir",
+            f"checkpoint.resume: {source} belongs to another adapter ({', '.join(changed)}); {remedy}",
         )
 
 

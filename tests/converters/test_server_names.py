@@ -52,7 +52,11 @@ BOTH = [
     "falcon_h1",
     "gemma3",
     "glm4v_moe",
+    "llama4",
+    "mistral3",
     "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_vl",
 ]
 TYPES = {
@@ -66,19 +70,27 @@ TYPES = {
         "internvl",
         "jamba",
         "llava",
-        "mistral3",
         "paligemma",
-        "qwen3_5",
-        "qwen3_5_moe",
         "qwen3_moe",
         "qwen3_vl_moe",
     ],
-    "sglang": [*BOTH, "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear", "olmo2"],
+    "sglang": [
+        *BOTH,
+        "gpt_oss",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "kimi_linear",
+        "llava+pixtral",
+        "olmo2",
+    ],
 }
-"""Model types whose classes `Server` can follow to every parameter. The other types are not judged."""
+"""Model types whose classes `Server` can follow to every parameter. The other types are not judged.
+
+A name after a plus is the type of the vision tower: SGLang does not have the CLIP tower of LLaVA."""
 CASES = [(server, model_type) for server, types in TYPES.items() for model_type in types]
 READ_NAMES_IN_MEMORY = {
     ("sglang", "lfm2_moe"),
+    ("sglang", "qwen3_5_moe"),
     *(("vllm", name) for name in ("glm4_moe", "glm4v_moe", "jamba", "lfm2_moe", "olmoe", "qwen2_5_vl")),
     *(
         ("vllm", name)
@@ -87,6 +99,12 @@ READ_NAMES_IN_MEMORY = {
 }
 """Servers for which `Server` also accepts the names in memory. Most of them read the experts of a layer from
 one tensor."""
+SIZES_OF_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 NAMES_PER_TYPE = 12
 """Names of which every part is changed, so that the server has to refuse them."""
 
@@ -110,7 +128,9 @@ def list_names(model_type: str) -> Names:
     """Return the names of a tiny model of a type, without the tensors that are tied to others."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model_type.startswith(("qwen3_5", "gemma3_")):
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not model_type.startswith(
+        ("qwen3_5", "gemma3_", "llama4")
+    ):
         settings = tiny_config(model_type)
         settings.pop("model_type")
         config = transformers.AutoConfig.for_model(model_type, **settings)
@@ -121,7 +141,9 @@ def list_names(model_type: str) -> Names:
         config = transformers.AutoConfig.for_model(model_type, **settings)
         model_class = transformers.Gemma3ForCausalLM
     else:
-        config = build_composite_config(model_type)
+        model_type, _, tower = model_type.partition("+")
+        changes = {"vision_config": {"model_type": tower, **SIZES_OF_TOWER}} if tower else {}
+        config = build_composite_config(model_type, **changes)
         model_class = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         model = model_class(config)
