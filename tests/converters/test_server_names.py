@@ -142,7 +142,8 @@ def list_names(model_type: str) -> Names:
         model_class = transformers.Gemma3ForCausalLM
     else:
         model_type, _, tower = model_type.partition("+")
-        changes = {"vision_config": {"model_type": tower, **SIZES_OF_TOWER}} if tower else {}
+        vision: dict[str, Any] = {"model_type": tower, **SIZES_OF_TOWER}
+        changes: dict[str, Any] = {"vision_config": vision} if tower else {}
         config = build_composite_config(model_type, **changes)
         model_class = getattr(transformers, config.architectures[0])
     with torch.device("meta"):

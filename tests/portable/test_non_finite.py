@@ -209,7 +209,7 @@ def test_skip(name: str, run: Run, tmp_path: Path) -> None:
     (skipped,) = (event for event in read_events(whole) if event["event"] == "skip")
     assert (skipped["step"], skipped["count"]) == (4, 1)  # the save before which the device was asked
     rows = read_metrics(whole)
-    assert [(row["step"], row["skipped_steps"]) for row in rows if "loss" in row] == [(5, 1), (6, 1)]
+    assert [(row["step"], row["skipped_steps"]) for row in rows if "loss" in row] == [(1, 0), (5, 1), (6, 1)]
 
     run(name, legs, "loss", **skip, train__stop_after=BAD_STEP - 1)
     run(name, legs, "loss", **skip, train__stop_after=BAD_STEP)
