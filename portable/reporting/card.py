@@ -328,7 +328,7 @@ def usage(
     registered = custom and not trust
     if registered:  # importing its module registers the type
         module = str(config.model.function or "").partition(":")[0]
-        if not module.isidentifier() and not all(map(str.isidentifier, module.split("."))):
+        if not all(map(str.isidentifier, module.split("."))):
             return found
         code = f"import {module}; {code}"
     found.append(("transformers", f"python -c {_double_quoted(code)}"))

@@ -72,7 +72,8 @@ def restore(
     for candidate in candidates:
         outcome: Progress | DamagedError
         try:
-            outcome = load(engine, candidate, external, prepared, same_folder=candidate in own)
+            same_folder = candidate.resolve().is_relative_to(prepared.resolved.place.resolve())
+            outcome = load(engine, candidate, external, prepared, same_folder=same_folder)
         except DamagedError as error:
             outcome = error
         # A rank reads only its own shards, so it sees only their damage.

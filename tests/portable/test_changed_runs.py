@@ -131,6 +131,19 @@ def test_refused_changes_name_a_way(
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
 
 
+def test_commands_that_read_the_run_do_not_take_other_data(
+    tmp_path: Path, corpus: Path, finished: Path
+) -> None:
+    (tmp_path / "text").mkdir()
+    other = write_corpus(tmp_path / "text")
+    other.write_text(other.read_text().replace("loss", "cost"))
+    config = configured(finished, corpus, **CONSTANT, data__source=str(other))
+    commands: tuple[dict[str, Any], ...] = ({"eval_only": True}, {"replay": 6})
+    for options in commands:
+        with pytest.raises(UserError, match="was trained on other tokens"):
+            run_rank("cpu", config, **options)
+
+
 def test_run_without_a_checkpoint_is_replaced(tmp_path: Path, corpus: Path) -> None:
     folder = tmp_path / "run"
     train(folder, corpus, train__stop_after=1, checkpoint__every_steps=None)
