@@ -72,7 +72,8 @@ def restore(
     for candidate in candidates:
         outcome: Progress | DamagedError
         try:
-            same_folder = candidate.resolve().is_relative_to(prepared.resolved.place.resolve())
+            # As text, because one of them may be a folder and the other a URL.
+            same_folder = str(candidate.resolve()).startswith(f"{prepared.resolved.place.resolve()}/")
             outcome = load(engine, candidate, external, prepared, same_folder=same_folder)
         except DamagedError as error:
             outcome = error
