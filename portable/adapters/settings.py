@@ -109,8 +109,9 @@ def resolved(config: RunConfig) -> RunConfig:
     if adapter.name_or_path is None and adapter.config is None:
         return config
     path = Path(str(adapter.config)) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
-    path = path if path.is_file() else path / CONFIG_FILE
-    document = _read(path, key)
+    folder = None if path.is_file() else path
+    path = path if folder is None else folder / CONFIG_FILE
+    document = _read(path, key, folder)
     kind = str(document.get("peft_type", "")).lower()
     require(
         kind in KINDS,
@@ -166,7 +167,7 @@ def with_exports(config: RunConfig) -> RunConfig:
     config = config.replaced(found) if found else config
     folder = Path(config.model.name_or_path or CONFIG_FILE)
     if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
-        base = _read(folder / CONFIG_FILE, "model.name_or_path").get("base_model_name_or_path") or "BASE"
+        base = _read(folder / CONFIG_FILE, "model.name_or_path", folder).get("base_model_name_or_path") or "BASE"
         raise UserError(
             f"model.name_or_path: {folder} is an adapter; to train it on, set model.name_or_path to {base} "
             f"and adapter.name_or_path to {folder}; to train all weights, merge them first: portable-convert "
@@ -212,9 +213,16 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _read(path: Path, key: str) -> dict[str, Any]:
+def _read(path: Path, key: str, folder: Path | None) -> dict[str, Any]:
+    """Read an ``adapter_config.json``.
+
+    Args:
+        path: The file.
+        key: Setting that names the file or its folder, for messages.
+        folder: Folder that links may not leave, or None if the user named the file itself.
+    """
     try:
-        with open_file(path) as file:
+        with open_file(path, folder) as file:
             document = json.loads(file.read(_MOST_BYTES))
     except FileNotFoundError as error:
         raise UserError(f"{key}: {path}: no such file; give an adapter in peft's format") from error

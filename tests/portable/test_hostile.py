@@ -137,6 +137,7 @@ COPIED = (
     "generation_config.json",
     "additional_chat_templates/x.jinja",
     "additional_chat_templates/.x.jinja",
+    "adapter_config.json",
     "pipe.json",
 )
 OPENED: dict[str, Callable[[Path], Any]] = {
