@@ -64,7 +64,7 @@ class ChatModel:
         self.device = device
         adapter = (folder / ADAPTER_CONFIG).is_file()
         base = _find_base(folder) if adapter else str(folder)
-        self.tokenizer: Any = load_tokenizer(str(folder))
+        self.tokenizer: Any = load_tokenizer(str(folder), key="RUN")
         with convert_library_errors("RUN"):
             self.model: Any = _load_model(base, torch.device(device))
             if adapter:

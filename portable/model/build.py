@@ -20,7 +20,7 @@ from torch import nn
 
 from portable import plugins
 from portable.errors import UserError, one_line, require
-from portable.model.config_values import check_config_values
+from portable.model.config_values import check_config_values, iter_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
 from portable.model.model_terms import adds_router_loss
@@ -597,10 +597,9 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"model: {one_line(error)}"
     if isinstance(error, KeyError) and error.args:
-        values = config.get_text_config().to_dict()
-        names = [name for name, value in values.items() if isinstance(value, str) and value == error.args[0]]
-        if names:
-            return f"{key}: {names[0]} is {error.args[0]!r}, which transformers does not know; change it"
+        for path, value in iter_values(config.to_dict()):
+            if isinstance(value, str) and value == error.args[0]:
+                return f"{key}: {'.'.join(path)} is {value!r}, which transformers does not know; change it"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{key}: building the model failed ({kind}{one_line(error)}); check its sizes and names"
 

@@ -22,6 +22,17 @@ MAX_SIZE = (1 << 31) - 1
 _DTYPES = ("dtype", "torch_dtype")
 _ROPE_TYPES = ("rope_type", "type")
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling")
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+)
 
 
 @dataclass(frozen=True)
@@ -92,15 +103,19 @@ def check_config_values(where: str, values: Mapping[str, Any]) -> None:
         values: Keys and values of the config.
 
     Raises:
-        UserError: If a number is out of the range of its kind, or if a dtype or a RoPE type is not a name.
+        UserError: If a number is out of the range of its kind, or if a dtype or a setting of RoPE has the
+            wrong type.
     """
-    for path, value in _iter_values(values, ()):
+    for path, value in iter_values(values):
         key = path[-1]
         if key in _DTYPES and not isinstance(value, str | None):
             raise _refusal(where, path, value, "the name of a dtype, such as bfloat16")
         if _is_rope_type(path) and not isinstance(value, str):
             raise _refusal(where, path, value, "the name of a RoPE type, such as default, linear or yarn")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if _is_rope_number(path) and not is_number and value is not None:
+            raise _refusal(where, path, value, "a number")
+        if not is_number:
             continue
         if key.endswith("_limit") and value in (math.inf, -math.inf):  # no limit, as in Mamba-2
             continue
@@ -114,13 +129,16 @@ def _refusal(where: str, path: tuple[str, ...], value: Any, remedy: str) -> User
     return UserError(one_line(f"{where}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
 
 
-def _iter_values(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield each value that is not a container, and each RoPE type, with the keys above it."""
+def iter_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys and the value of each scalar of a model config, also of its parts.
+
+    Settings that must be scalars are yielded as they are, even if they are containers.
+    """
     # A dtype is never a container, except one name for each part of a composite model.
-    pending: list[tuple[tuple[str, ...], Any]] = [((*path, str(key)), value) for key, value in values.items()]
+    pending: list[tuple[tuple[str, ...], Any]] = [((str(key),), value) for key, value in values.items()]
     while pending:
         path, value = pending.pop()
-        if _is_rope_type(path):
+        if _is_rope_type(path) or _is_rope_number(path):
             yield path, value
         elif isinstance(value, dict) and not (path[-1] in _DTYPES and not _are_names(value)):
             pending.extend(((*path, str(key)), inner) for key, inner in value.items())
@@ -133,6 +151,11 @@ def _iter_values(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[t
 def _is_rope_type(path: tuple[str, ...]) -> bool:
     """Return whether a setting is the type of a RoPE, also of one kind of layer."""
     return path[-1] in _ROPE_TYPES and any(key in _ROPE_SETTINGS for key in path[-3:-1])
+
+
+def _is_rope_number(path: tuple[str, ...]) -> bool:
+    """Return whether a setting is a number of a RoPE, also of one kind of layer."""
+    return path[-1] in _ROPE_NUMBERS and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 
 def _are_names(values: Mapping[str, Any]) -> bool:

@@ -117,3 +117,5 @@ def test_refusals_name_a_way(trained: Path, tmp_path: Path, capsys: pytest.Captu
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "pickle" / name).write_bytes((trained / "base" / name).read_bytes())
     assert "safetensors" in read_error(str(tmp_path / "pickle"))
+    (tmp_path / "pickle" / "config.json").write_text("[]")
+    assert read_error(str(tmp_path / "pickle")).startswith("error: RUN: cannot load")

@@ -290,6 +290,8 @@ def test_the_numbers_of_a_model_config_are_bounded(
             r"rope_parameters.rope_type is \{\}; use the name of a RoPE type",
         ),
         ({"rope_scaling": {"type": 5}}, r"rope_scaling.type is 5; use the name of a RoPE type"),
+        ({"rope_parameters": {"rope_theta": []}}, r"rope_parameters.rope_theta is \[\]; use a number"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, r"rope_scaling.factor is x; use a number"),
         (
             {"text_config": {}},
             r"a text model inside of a llama model, which has no such part; remove the key",

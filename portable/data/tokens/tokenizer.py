@@ -51,6 +51,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     source_language: str | None = None,
     target_language: str | None = None,
+    key: str = "data.tokenizer",
 ) -> Any:
     """Load a tokenizer from the hub or a local folder.
 
@@ -60,13 +61,14 @@ def load_tokenizer(
         trust_remote_code: run Python code of the tokenizer; otherwise raise if there is any.
         source_language: of the texts, for a multilingual tokenizer.
         target_language: of the targets, likewise.
+        key: Setting that names the tokenizer, for messages.
 
     Raises:
         UserError: if it cannot be loaded.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    check_settings("data.tokenizer", name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
+    check_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
     languages = {"src_lang": source_language, "tgt_lang": target_language}
     languages = {key: code for key, code in languages.items() if code is not None}
     try:
@@ -80,13 +82,13 @@ def load_tokenizer(
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"data.tokenizer: {name_or_path!r} contains Python code, which runs only if "
+                f"{key}: {name_or_path!r} contains Python code, which runs only if "
                 "model.trust_remote_code is true; set it if you trust the code, or use another tokenizer"
             ) from error
-        raise _unloadable(name_or_path, error) from error
+        raise _unloadable(key, name_or_path, error) from error
     except BaseException as error:  # damaged files and network failures raise many classes
         raise_unless_panic(error)
-        raise _unloadable(name_or_path, error) from error
+        raise _unloadable(key, name_or_path, error) from error
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
@@ -99,13 +101,13 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
         tokenizer.add_tokens(new, special_tokens=True)
 
 
-def _unloadable(name_or_path: str, error: BaseException) -> UserError:
+def _unloadable(key: str, name_or_path: str, error: BaseException) -> UserError:
     reason = one_line(error)
     reason = reason if len(reason) <= 200 else reason[:197] + "..."
-    return UserError(
-        f"data.tokenizer: cannot load {name_or_path!r} ({reason}); use a folder with tokenizer files, a hub "
-        "id, or null to train one on the source"
-    )
+    remedy = "use a folder with tokenizer files"
+    if key == "data.tokenizer":
+        remedy += ", a hub id, or null to train one on the source"
+    return UserError(f"{key}: cannot load {name_or_path!r} ({reason}); {remedy}")
 
 
 def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -> None:
