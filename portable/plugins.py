@@ -136,13 +136,14 @@ def names_code(text: object) -> bool:
     return match is not None and match["module"] is not None
 
 
-def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
+def load(key: str, text: str, known: Mapping[str, str] | None = None, default: str | None = None) -> Any:
     """The object that a setting names: a function, or what a class makes of the arguments.
 
     Args:
         key: the setting, for messages.
         text: its value.
         known: where to find what the setting has by name.
+        default: Meaning of null for the setting, for messages. None if it cannot be null.
 
     Raises:
         UserError: if there is none, or it does not take the arguments.
@@ -153,9 +154,10 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     told = f"{key}: {text}"
     if named.module is None:
         if named.name not in (known or {}):
+            names = [*(known or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
-                f"{told}: there is no such name here; there are {', '.join(known or {}) or 'none'}, and "
-                f"package.module:name is one of your own{_near(named.name, known or {})}"
+                f"{told}: there is no such name here; there are {', '.join(names)}, and package.module:name "
+                f"is one of your own{_near(named.name, known or {})}"
             )
         place = parse((known or {})[named.name])
         named = Name(place.module, place.name, named.arguments)

@@ -112,6 +112,26 @@ def convert_library_errors(key: str) -> Iterator[None]:
         raise UserError(f"{key}: {reason}") from error
 
 
+def describe_download_error(name: str, error: BaseException) -> str:
+    """Describe why a model, tokenizer or adapter of the hub could not be loaded.
+
+    Args:
+        name: Its name on the hub.
+        error: Exception of transformers or huggingface_hub.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if not any(isinstance(cause, LocalEntryNotFoundError) for cause in (error, error.__cause__)):
+        return one_line(error)
+    if constants.HF_HUB_OFFLINE:
+        return f"{name}: is not cached on this machine, and HF_HUB_OFFLINE is set; unset it, or give a folder"
+    return (
+        f"{name}: is not cached on this machine, and the hub cannot be reached; give a folder, or copy the "
+        f"cache of a machine that ran: hf download {name}"
+    )
+
+
 def _find_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
     folder = Path(name_or_path)
     try:

@@ -12,6 +12,7 @@ from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
 from portable.paths import CONFIG_FILE as RUN_CONFIG
 from portable.paths import FINAL, check_folder, open_file
+from portable.untrusted_settings import describe_download_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -167,7 +168,8 @@ def with_exports(config: RunConfig) -> RunConfig:
     config = config.replaced(found) if found else config
     folder = Path(config.model.name_or_path or CONFIG_FILE)
     if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
-        base = _read(folder / CONFIG_FILE, "model.name_or_path", folder).get("base_model_name_or_path") or "BASE"
+        document = _read(folder / CONFIG_FILE, "model.name_or_path", folder)
+        base = document.get("base_model_name_or_path") or "BASE"
         raise UserError(
             f"model.name_or_path: {folder} is an adapter; to train it on, set model.name_or_path to {base} "
             f"and adapter.name_or_path to {folder}; to train all weights, merge them first: portable-convert "
@@ -273,7 +275,7 @@ def folder_of(name_or_path: str) -> Path:
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=[CONFIG_FILE, *WEIGHTS_FILES]))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
+        raise UserError(f"adapter.name_or_path: {describe_download_error(name_or_path, error)}") from error
 
 
 def weights_in(folder: Path) -> Path:

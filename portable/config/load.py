@@ -14,6 +14,7 @@ from portable.config.origins import Origin, shown
 from portable.config.problems import build, unknown_key
 from portable.config.run_config import RunConfig
 from portable.errors import UserError, one_line
+from portable.paths import suggest_path
 
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
@@ -179,9 +180,10 @@ def read_text(path: Place, key: str | None = None) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UserError(
-            one_line(f"{start}{path}: cannot read the config: {error.strerror or error}")
-        ) from error
+        reason = f"{error.strerror or error}"
+        if isinstance(error, FileNotFoundError) and isinstance(path, Path):
+            reason += suggest_path(path)
+        raise UserError(one_line(f"{start}{path}: cannot read the config: {reason}")) from error
     except ValueError as error:
         raise UserError(one_line(f"{start}{str(path)!r}: cannot read the config: {error}")) from error
     if len(content) > MAX_BYTES:

@@ -108,6 +108,9 @@ def _problem(
             given = _dig(values, path[:length])
             message = f"{key} must be a mapping of {inside}, got {shown(given)}"
             if isinstance(given, str):
+                name, _, rest = given.partition(" ")
+                if rest and f"{key}.{name}" in table:
+                    return _Problem(origin, f"{key}: {shown(given)} has no colon; write {name}: {rest[:60]}")
                 inner = next((name for name in ("type", "config") if f"{key}.{name}" in table), None)
                 written = WORDS.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
                 message += "" if inner is None else f"; write {key}: {written}"

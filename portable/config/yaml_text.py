@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from portable.config import keys
+from portable.config.yaml_faults import explain_fault
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def parse(text: str, name: str, *, most: int = _MAX_NODES) -> Document:
         reader = _Reader(name, most)
         value = None if node is None else reader.read(node, ())
     except _PARSER_FAULTS as error:
-        raise UserError(_blame(name, error)) from error
+        raise UserError(_describe_error(name, text, error)) from error
     return Document(value, reader.lines)
 
 
@@ -91,12 +92,10 @@ def parse_mapping(text: str, flag: str) -> Any:
     return parse(text, flag).value if text.startswith("{") else parse_value(text)
 
 
-def _blame(name: str, error: BaseException) -> str:
+def _describe_error(name: str, text: str, error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        remedy = (
-            "indent with spaces" if "\\t" in str(error.problem) else "check indentation, quotes and brackets"
-        )
-        return one_line(f"{name}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}; {remedy}")
+        fault = explain_fault(error, text)
+        return one_line(f"{name}:{fault.line + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
     if isinstance(error, RecursionError):
         return f"{name}: not a config file: nested too deeply"
     return one_line(f"{name}: not valid YAML: {one_line(error)}")

@@ -28,6 +28,7 @@ from portable.model.on_meta import large_tensors_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
+from portable.paths import suggest_path
 from portable.private import of_transformers
 from portable.untrusted_settings import (
     CONFIG_FILE,
@@ -35,6 +36,7 @@ from portable.untrusted_settings import (
     INDEX_FILES,
     check_settings,
     convert_library_errors,
+    describe_download_error,
 )
 
 if TYPE_CHECKING:
@@ -97,8 +99,11 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
 
     if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
         raise UserError(
-            f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
-            "(organization/name)"
+            f"model.name_or_path: {name}: no such folder"
+            + (
+                suggest_path(Path(name))
+                or "; give a model folder or a model name on the hub (organization/name)"
+            )
         )
     check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
     try:
@@ -108,7 +113,7 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
     except (UserError, MemoryError):
         raise
     except OSError as error:
-        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+        raise UserError(f"model.name_or_path: {describe_download_error(name, error)}") from error
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(
             f"model.name_or_path: {name}: {_extract_reason(error)}; correct or restore its config.json"

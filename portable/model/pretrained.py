@@ -25,8 +25,9 @@ from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
 from portable.model.parameters import embeddings, state_tensors, tied_names
 from portable.model.tensors import ComputedTensor, ReadableTensor, to_torch
+from portable.paths import suggest_path
 from portable.private import of_transformers
-from portable.untrusted_settings import convert_library_errors
+from portable.untrusted_settings import convert_library_errors, describe_download_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -415,8 +416,11 @@ def snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
         return Path(name_or_path)
     if name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1:
         raise UserError(
-            f"{key}: {name_or_path}: no such folder; give a model folder or a model name on the hub "
-            "(organization/name)"
+            f"{key}: {name_or_path}: no such folder"
+            + (
+                suggest_path(Path(name_or_path))
+                or "; give a model folder or a model name on the hub (organization/name)"
+            )
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -424,4 +428,4 @@ def snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=[*_HUB_FILES]))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
+        raise UserError(f"{key}: {describe_download_error(name_or_path, error)}") from error

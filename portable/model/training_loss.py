@@ -376,7 +376,8 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
     # The labels of a classifier need not be classes.
     sources = () if config.model.task == "sequence-classification" else training_names(config.data)
     if train.loss is not None:
-        key, loss = f"train.loss: {train.loss}", plugins.load("train.loss", train.loss, BUILT_IN)
+        key = f"train.loss: {train.loss}"
+        loss = plugins.load("train.loss", train.loss, BUILT_IN, "the loss of the task")
     elif train.label_smoothing or train.z_loss or sources:
         loss = CrossEntropy(train.label_smoothing, train.z_loss)
     if loss is None:

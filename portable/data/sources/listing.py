@@ -11,7 +11,7 @@ from converters.storage.path_or_url import is_url
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.errors import MissingDataError, UserError, one_line
-from portable.paths import check_link, place_of, regular_files, storage_errors
+from portable.paths import check_link, place_of, regular_files, storage_errors, suggest_path
 
 if TYPE_CHECKING:
     from converters.storage.listed import Object
@@ -65,7 +65,9 @@ def _local_files(name: str) -> list[Path] | None:
         if not found:
             raise MissingDataError(f"data.source: no file matches {name}; check the path and the pattern")
     elif name.startswith((".", "/", "~")) or format_of(path) in FORMATS or name.count("/") > 1:
-        raise MissingDataError(f"data.source: {name}: no such file or folder; check the path")
+        raise MissingDataError(
+            f"data.source: {name}: no such file or folder" + (suggest_path(path) or "; check the path")
+        )
     else:
         return None
     for file in found:

@@ -109,7 +109,8 @@ def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
         return BUILT_IN[setting]
     names = [*(own if isinstance(own, dict) else ()), *BUILT_IN]
     raise UserError(
-        f"data.chat_template: {setting!r} is no file and no name; use a path or one of {listed(names)}"
+        f"data.chat_template: {setting!r} is neither a file nor a template of this tokenizer; give the path "
+        f"of a template file, {', '.join(names)}, or null for the template of the tokenizer"
     )
 
 
