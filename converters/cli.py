@@ -13,9 +13,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
+from converters.commands import BY_SIGNAL, DAMAGED, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
-from converters.errors import CheckpointError, blame, printable
+from converters.errors import CheckpointError, CommandError, blame, printable
 from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, PUBLISHED, WRITERS
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ then:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise CheckpointError(f"{message} (see portable-convert --help)")
+        raise CommandError(f"{message} (see portable-convert --help)")
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -86,7 +86,7 @@ def parser_of() -> argparse.ArgumentParser:
         prog="portable-convert",
         usage=_USAGE,
         description=_DESCRIPTION,
-        epilog=_EXAMPLES + exit_codes(DONE, REFUSED, BY_SIGNAL),
+        epilog=_EXAMPLES + exit_codes(DONE, REFUSED, DAMAGED, BY_SIGNAL),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -212,15 +212,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             previous = signal.signal(signal.SIGTERM, _terminated)
         return _convert(options)
     except CheckpointError as error:
-        complain(f"error: {printable(error)}")
-        return REFUSED
+        return _report(error, as_json="--json" in given)
     except RecursionError:
-        complain(f"error: {printable(given[-1] if given else '')}: nested too deeply")
-        return REFUSED
+        reason = f"{given[-1] if given else ''}: nested too deeply"
+        return _report(CheckpointError(reason), as_json="--json" in given)
     finally:
         if previous is not None:
             signal.alarm(0)
             signal.signal(signal.SIGTERM, previous)
+
+
+def _report(error: CheckpointError, *, as_json: bool) -> int:
+    """Print an error on standard error and, with `--json`, also as JSON on standard output."""
+    message = printable(error)
+    if as_json:
+        say(json.dumps({"error": message, "exit_code": error.exit_code}, indent=1))
+    complain(f"error: {message}")
+    return error.exit_code
 
 
 def _look(given: list[str]) -> int:
@@ -243,7 +251,7 @@ def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that --help and a mistyped option answer at once.
     from converters.config_and_tokenizer_files import companions_from, list_companion_names, model_from
     from converters.opening import open_checkpoint
-    from converters.storage.path_or_url import place
+    from converters.storage.path_or_url import in_store, place, suggest_path
     from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
     from converters.writers.targets import is_single
@@ -251,7 +259,8 @@ def _convert(options: argparse.Namespace) -> int:
     source, out = model_from(options.src), place(options.out)
     single = is_single(options.to, out)
     if not source.exists():
-        raise CheckpointError(f"{source}: no such file or folder")
+        similar = "" if in_store(source) else suggest_path(source)
+        raise CommandError(f"{source}: no such file or folder{similar}")
     sources = [source] if options.merge_into is None else [source, model_from(options.merge_into)]
     if not options.dry_run:
         more = [] if options.config_from is None else list_companion_names(place(options.config_from))
@@ -366,7 +375,7 @@ def _asked(
         if options.trust_remote_code:
             checkpoint = _add_custom_code(checkpoint, models)
     elif options.names is not None:
-        raise CheckpointError(
+        raise CommandError(
             f"--names: {checkpoint.root} contains an adapter, whose names cannot be converted; omit --names"
         )
     quantizes = options.quantize is not None or options.quantize_like is not None
@@ -410,7 +419,7 @@ def _adapter(
     given = [name for name, value in asked.items() if value is not None]
     if options.to not in ("safetensors", "gguf") and options.merge_into is None:
         if given:
-            raise CheckpointError(
+            raise CommandError(
                 f"{given[0]}: adapters are written as safetensors or gguf; leave out --to {options.to}"
             )
         return checkpoint, None, checkpoint
@@ -432,7 +441,7 @@ def _adapter(
             _note(f"{what} of the base model left out{more}")
         return adapter.checkpoint, adapter, checkpoint
     if options.optimizer:
-        raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
+        raise CommandError("--optimizer: a merged model has no optimizer state; leave it out")
     base_path = models[1]
     itself = base_path.exists() and base_path.resolve() in (
         checkpoint.root.resolve(),
@@ -516,9 +525,9 @@ def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Na
         f"--to {options.to}": options.to != "safetensors",
     }
     if excluded := next((name for name, is_given in wrong.items() if is_given), None):
-        raise CheckpointError(f"{option}: cannot be combined with {excluded}; leave out one of them")
+        raise CommandError(f"{option}: cannot be combined with {excluded}; leave out one of them")
     if adapter is not None:
-        raise CheckpointError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
+        raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
     with blame(option):
         if options.quantize is not None:
             return quantized(checkpoint, options.quantize, dtype=options.dtype)

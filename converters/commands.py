@@ -11,7 +11,7 @@ from functools import wraps
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from converters.console import OutputError, complain, flush
-from converters.errors import printable
+from converters.errors import CheckpointError, CommandError, printable
 from converters.interrupts import INTERRUPTED, raise_once
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     Main = Callable[[Sequence[str] | None], int]
 
-DONE, FAILED, REFUSED, NOT_EXPORTED, STOPPED = 0, 1, 2, 74, 75
+DONE, FAILED, NOT_EXPORTED, STOPPED = 0, 1, 74, 75
+REFUSED, DAMAGED = CommandError.exit_code, CheckpointError.exit_code
 BY_SIGNAL = 128
 _NO_ROOM = re.compile("failed to map segment|annot allocate memory")
 """Of the system, where the libraries of a package do not fit into memory."""
@@ -29,6 +30,7 @@ EXIT_CODES = {
     DONE: "finished, or reached train.stop_after",
     FAILED: "failed despite valid input (for example, because the disk is full)",
     REFUSED: "invalid input or settings; the `error:` line explains what to change",
+    DAMAGED: "the checkpoint is damaged, incomplete or unsupported; the `error:` line says why",
     NOT_EXPORTED: "trained, but not exported to final/; rerun the same command to export",
     STOPPED: "stopped by a signal after saving; rerun the same command to resume",
     BY_SIGNAL: "terminated by signal N without saving; the code is 128 + N (Ctrl-C: 130)",
@@ -46,7 +48,8 @@ def exit_codes(*codes: int) -> str:
         The table, one line per exit code.
     """
     known = {**EXIT_CODES, DONE: "done"} if codes else EXIT_CODES
-    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or known]
+    of_a_run = [code for code in EXIT_CODES if code != DAMAGED]
+    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or of_a_run]
     return "exit codes:\n" + "\n".join(f"  {code:<5} {meaning}" for code, meaning in lines)
 
 

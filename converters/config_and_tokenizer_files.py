@@ -12,7 +12,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, CommandError, printable
 from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
 from converters.names.earlier_keys import add_earlier_keys
@@ -311,7 +311,7 @@ def check_one_model(folder: Place, name: str) -> None:
     stem, _, suffix = name.partition(".")
     for second in (f"{stem}_1.{suffix}", f"{stem}_1.{suffix.removesuffix('.index.json')}"):
         if (folder / second).is_file():
-            raise CheckpointError(
+            raise CommandError(
                 f"{folder}: contains several models, {name} and {second}; specify the path of one file"
             )
 
@@ -335,7 +335,7 @@ def companions_from(named: str) -> dict[str, Place]:
         folder = from_hub(named, f"--config-from {named}", _HUB_FILES)
     companions = {**_classify_files(folder)[0], **_search_folders([folder])}
     if "config.json" not in companions:
-        raise CheckpointError(
+        raise CommandError(
             f"--config-from {named}: does not contain the config.json of a model; specify a folder that does"
         )
     return companions
@@ -376,7 +376,7 @@ def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise CheckpointError(
+        raise CommandError(
             f"{what}: no such file or folder, and the hub needs the package huggingface_hub"
         ) from None
     try:
@@ -385,7 +385,7 @@ def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
         why = " ".join(str(error).split()) or type(error).__name__
         # The first sentence has the reason, and the others are advice about the Python API.
         why = re.split(r"(?<=[.!?])\s", why)[0].rstrip(".")
-        raise CheckpointError(
+        raise CommandError(
             f"{what}: neither a local file or folder nor available from the hub ({why}); with a "
             f"network, hf download {name} --local-dir FOLDER, and give FOLDER"
         ) from None

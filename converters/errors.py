@@ -25,10 +25,18 @@ def printable(text: object) -> str:
 
 
 class CheckpointError(Exception):
-    """A checkpoint, output folder or option is refused.
+    """A checkpoint is refused: it is damaged, incomplete or of an unsupported kind.
 
-    The message is one line that names the file or key and, where there is one, the remedy.
+    The message is one line that names the file or key and, if there is one, the remedy.
     """
+
+    exit_code: int = 65
+
+
+class CommandError(CheckpointError):
+    """An option, SRC or OUT on the command line is refused, whatever the checkpoint contains."""
+
+    exit_code = 2
 
 
 class OptimizerStateError(CheckpointError):

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, CommandError
 from converters.formats import Detected, Source, detect, formats
 from converters.names.canonical import is_number
 from converters.storage.completion_markers import INCOMPLETE
@@ -53,9 +53,9 @@ def open_checkpoint(
     """
     root = place(path)
     if not root.exists():
-        raise CheckpointError(f"{root}: no such file or folder")
+        raise CommandError(f"{root}: no such file or folder")
     if not (root.is_file() or root.is_dir()):
-        raise CheckpointError(f"{root}: is neither a file nor a folder")
+        raise CommandError(f"{root}: is neither a file nor a folder")
     format, source, found = _locate(root, tag)
     try:
         config = companions.get("config.json") if companions else None
@@ -106,7 +106,7 @@ def _locate(root: Place, tag: str | None) -> Detected:
         return found
     if tag is not None:
         known = ", ".join(step.name for _, step in steps[:8]) or "none"
-        raise CheckpointError(f"{root}: no checkpoint has the tag {tag!r}; available: {known}")
+        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available: {known}")
     chosen: dict[str, Detected] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
@@ -116,7 +116,7 @@ def _locate(root: Place, tag: str | None) -> Detected:
                 chosen[kind] = found
     if len(chosen) > 1:
         names = " and ".join(sorted(each.source.path.name for each in chosen.values())[:4])
-        raise CheckpointError(
+        raise CommandError(
             f"{root}: holds steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
         )
     if chosen:

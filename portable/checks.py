@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.path_or_url import is_url
+from converters.storage.store_errors import find_repository
 from portable.config import keys
 from portable.config.derived import ZERO, largest_divisor, warmup_steps
 from portable.config.load import parse_file
@@ -148,7 +149,9 @@ def _model(c: RunConfig) -> Mistakes:
     config, path = c.model.config, c.model.name_or_path
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(c.get(key)):
-            yield f"{key} must be a hub id or a local folder, not a URL; copy it here"
+            name = find_repository(str(c.get(key)))
+            remedy = "copy it here" if name is None else f"give the name {name}"
+            yield f"{key} must be a hub id or a local folder, not a URL; {remedy}"
     for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
         if is_url(c.get(key)):
             yield f"{key} must be a local folder, not a URL; name a folder on a disk of this machine"

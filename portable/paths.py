@@ -6,14 +6,12 @@ What is written durably is on disk, contents and names, before a function return
 
 from __future__ import annotations
 
-import difflib
 import errno
 import io
 import json
 import os
 import stat
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,25 +100,6 @@ def exists(path: Place) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
-
-
-_MOST_NAMES = 10_000
-"""Most names of a folder that are compared with a misspelled one."""
-
-
-def suggest_path(path: Path) -> str:
-    """Return ``"; did you mean X?"`` for a path that does not exist, or an empty string.
-
-    X is the most similar name in the nearest folder that exists.
-    """
-    folder = path.parent
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
-    except (OSError, ValueError):
-        return ""
-    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f"; did you mean {folder / similar[0]}?" if similar else ""
 
 
 # -- what a stranger may have written ------------------------------------------------------------------------

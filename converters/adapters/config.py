@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.patterns import Matcher, PatternError
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, CommandError, printable
 from converters.limits import MAX_COUNT, MAX_PATTERNS
 from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.storage.path_or_url import place
@@ -162,7 +162,7 @@ def given_config(named: str) -> Place:
     path = place(named)
     path = path / ADAPTER_CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise CheckpointError(f"--adapter-config {named}: no such file")
+        raise CommandError(f"--adapter-config {named}: no such file")
     return path
 
 

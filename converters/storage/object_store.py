@@ -45,6 +45,7 @@ from converters.storage.store_errors import (
     LostUploadError,
     RemoteError,
     RetriesUsedUpError,
+    find_repository,
     reason_of,
     translated,
 )
@@ -525,6 +526,8 @@ def _parsed(url: str) -> tuple[Bucket, str]:
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
+    if name := find_repository(url):
+        raise RemoteError(f"{redact(url)}: is the web page of a repository; give its name, {name}")
     if named not in OPTIONS or named == "hf":
         why = _REFUSED.get(protocol, "is no object store that is known here")
         raise RemoteError(f"{redact(url)}: {protocol}:// {why}; use s3://, gs://, az:// or a folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
@@ -58,6 +59,27 @@ def place(named: str | Place) -> Place:
         url = redact(f"{scheme}://{rest.lstrip('/')}")
         raise RemoteError(f"{url}: given without its two slashes; write the URL like this")
     return Path(named)
+
+
+_MOST_NAMES = 10_000
+"""Most names of a folder that are compared with a misspelled one."""
+
+
+def suggest_path(path: Path) -> str:
+    """Return `"; did you mean X?"` for a path that does not exist, or an empty string.
+
+    X is the most similar name in the nearest folder that exists.
+    """
+    import difflib  # only for an error, because it takes milliseconds
+
+    folder = path.parent
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+    except (OSError, ValueError):
+        return ""
+    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"; did you mean {folder / similar[0]}?" if similar else ""
 
 
 def without_file(text: str) -> str:

@@ -25,6 +25,8 @@ _AFTER = re.compile(r"after (\d+) retries")
 class RemoteError(CheckpointError):
     """An object store or URL that cannot be used; one line, without credentials."""
 
+    exit_code = 2
+
 
 class AccessDeniedError(RemoteError):
     """The store denies access with these credentials, whether or not the object exists."""
@@ -44,6 +46,12 @@ class LostUploadError(RemoteError):
 
 class UnconditionalError(RemoteError):
     """The store has no conditional writes."""
+
+
+def find_repository(url: str) -> str | None:
+    """Return the name of the repository of a web page on the Hugging Face Hub, or None for other URLs."""
+    page = re.fullmatch(r"https?://huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)(/.*)?", url)
+    return None if page is None else page[1]
 
 
 def translated(where: str, what: str, error: BaseException, looked_for: str) -> Exception:

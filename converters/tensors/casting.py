@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, CommandError
 from converters.numeric import np
 from converters.options import DTYPES
 from converters.tensors.dtypes import CASTABLE, SUPPORTED, numpy_dtype
@@ -30,7 +30,7 @@ def parse_dtype(name: str, *, ggml: bool = False) -> str | None:
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     if DTYPES[name] not in (None, *SUPPORTED) and not ggml:
-        raise CheckpointError(f"--dtype {name}: only --to gguf writes it")
+        raise CommandError(f"--dtype {name}: only --to gguf writes it")
     return DTYPES[name]
 
 

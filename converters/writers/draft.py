@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.config_and_tokenizer_files import list_companion_names
-from converters.errors import CheckpointError
+from converters.errors import CommandError
 from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
 from converters.storage.path_or_url import in_store
 from converters.storage.places import copy_file, sync
@@ -58,18 +58,18 @@ def check_output(
     for source in sources:
         origin = source.resolve()
         if target == origin:
-            raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
+            raise CommandError(f"{out}: is the checkpoint itself; give another output folder")
         if _is_within(target, origin):
-            raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
+            raise CommandError(f"{out}: lies inside {source}; give an output folder outside it")
         if _is_within(origin, target):
-            raise CheckpointError(f"{out}: contains {source}; give another output folder")
+            raise CommandError(f"{out}: contains {source}; give another output folder")
     if single:
         if not in_store(out) and out.is_symlink():
-            raise CheckpointError(f"{out}: is a link; give the file that it points to")
+            raise CommandError(f"{out}: is a link; give the file that it points to")
         if out.exists() and not out.is_file():
-            raise CheckpointError(f"{out}: is not a file")
+            raise CommandError(f"{out}: is not a file")
         if out.exists() and not overwrite:
-            raise CheckpointError(f"{out}: exists already; give another file or --overwrite")
+            raise CommandError(f"{out}: exists already; give another file or --overwrite")
     elif in_store(target):
         from converters.writers.remote_draft import check_prefix
 
@@ -86,13 +86,13 @@ def _check_folder(out: Path, overwrite: bool, companions: Collection[str]) -> No
         return
     target = out.resolve()
     if not overwrite:
-        raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
+        raise CommandError(f"{out}: exists already; give another folder or --overwrite")
     if out.is_symlink():
-        raise CheckpointError(f"{out}: is a link; give the folder that it points to")
+        raise CommandError(f"{out}: is a link; give the folder that it points to")
     if not target.is_dir():
-        raise CheckpointError(f"{out}: is not a folder")
+        raise CommandError(f"{out}: is not a folder")
     if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
-        raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
+        raise CommandError(f"{out}: contains the current or the home folder and will not be replaced")
     check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()}, companions)
 
 
@@ -185,7 +185,7 @@ def new_output(
     try:
         free = shutil.disk_usage(target.parent).free
         if needed > free and needed - _shared_bytes(copied(), target.parent) > free:
-            raise CheckpointError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
+            raise CommandError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
         temporary, held = new_temporary(target)
         output = FolderOutput(temporary)
         yield output
@@ -193,7 +193,7 @@ def new_output(
         _swap(temporary / next(iter(names)) if single else temporary, target, overwrite=overwrite)
         created = []
     except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
+        raise CommandError(f"{target}: cannot be written: {error.strerror or error}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -229,7 +229,7 @@ def _make_parents(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be created: {error.strerror or error}") from None
+        raise CommandError(f"{folder}: cannot be created: {error.strerror or error}") from None
     return missing
 
 
@@ -237,7 +237,7 @@ def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)
     elif not overwrite:
-        raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
+        raise CommandError(f"{target}: appeared while it was being written; nothing was replaced")
     else:
         replace_folder(temporary, target)
     sync(target.parent)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, CommandError, printable
 from converters.names.known_words import find_unknown_names
 from converters.names.model_config import check_fits
 from converters.numeric import np
@@ -137,7 +137,7 @@ def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choi
 
 def _wanted(choices: Choices) -> str | None:
     if choices.optimizer:
-        raise CheckpointError("--to gguf: holds no optimizer state; leave out --optimizer")
+        raise CommandError("--to gguf: holds no optimizer state; leave out --optimizer")
     return parse_dtype(choices.dtype, ggml=True)
 
 

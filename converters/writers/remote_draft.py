@@ -17,7 +17,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable, redact
+from converters.errors import CheckpointError, CommandError, printable, redact
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, complete
 from converters.storage.listed import Object
 from converters.storage.object_store import abort_uploads, connections, part_bytes
@@ -67,17 +67,17 @@ def objects_of(folder: RemotePath) -> dict[str, Object]:
 def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
     """CheckpointError if writing below `out` could destroy something."""
     if out.is_file():
-        raise CheckpointError(f"{out}: is not a folder")
+        raise CommandError(f"{out}: is not a folder")
     if not out.exists():
         return
     if overwrite:
         check_replaceable(out, objects_of(out).keys() - written_in(out).keys())
         return
     if is_unfinished(out):
-        raise CheckpointError(
+        raise CommandError(
             f"{out}: holds an unfinished conversion ({INCOMPLETE}); give --overwrite to replace it"
         )
-    raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
+    raise CommandError(f"{out}: exists already; give another folder or --overwrite")
 
 
 class StoreOutput:
@@ -133,7 +133,7 @@ class StoreOutput:
         self.folder.refresh()
         there = self._found()
         if not self._overwrite and (there or self.folder.exists()):
-            raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
+            raise CommandError(f"{self.folder}: appeared while it was being written; nothing was replaced")
         for name, found in there.items():
             if self._there.get(name) != found:  # --overwrite did not cover it
                 raise CheckpointError(

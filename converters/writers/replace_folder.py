@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from converters.config_and_tokenizer_files import COMPANIONS
-from converters.errors import CheckpointError
+from converters.errors import CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -57,7 +57,7 @@ def check_replaceable(out: Place, names: Collection[str], companions: Collection
     )
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
-        raise CheckpointError(
+        raise CommandError(
             f"{out}: holds {', '.join(others[:3])}{more}, which no conversion wrote; it will not be "
             "replaced: give another folder"
         )

@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
+from converters.errors import CommandError
 from converters.naming import rename_to_live, rename_to_published
 from converters.options import PUBLISHED, WRITERS
 from converters.storage.path_or_url import place
@@ -40,7 +40,7 @@ def planner(to: str) -> Callable[[Checkpoint, Choices], Plan]:
         CheckpointError: If the format is unknown.
     """
     if to not in WRITERS:
-        raise CheckpointError(f"the format {to!r} is not one of {', '.join(WRITERS)}")
+        raise CommandError(f"the format {to!r} is not one of {', '.join(WRITERS)}")
     module, _, function = WRITERS[to].partition(":")
     plan_files: Callable[[Checkpoint, Choices], Plan] = getattr(import_module(module), function)
     return plan_files

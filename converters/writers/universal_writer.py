@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.config_and_tokenizer_files import small_files
-from converters.errors import CheckpointError, OptimizerStateError
+from converters.errors import CheckpointError, CommandError, OptimizerStateError
 from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
 from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
@@ -50,9 +50,9 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
             which the masters are; a name that no folder can have.
     """
     if not choices.optimizer:
-        raise CheckpointError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
+        raise CommandError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
     if parse_dtype(choices.dtype) not in (None, "F32"):
-        raise CheckpointError("--to deepspeed-universal: its masters are float32; leave out --dtype")
+        raise CommandError("--to deepspeed-universal: its masters are float32; leave out --dtype")
     found = required_optimizer(checkpoint)
     groups = plain_groups(found)
     named = [list(group.get("params", [])) for group in groups]

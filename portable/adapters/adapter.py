@@ -597,10 +597,17 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
             found = [name for name in modules if matcher.fullmatch(targets, name)]
         except PatternError as error:
             raise UserError(f"adapter.target_modules: {one_line(error)}; correct it") from error
+        names = [name.strip() for name in targets.split(",")]
+        if targets == "all":
+            remedy = "all-linear adapts every linear module"
+        elif set(names) <= set(_last(linear)):
+            remedy = f"write them as a list: [{', '.join(names)}]"
+        else:
+            remedy = f"give names in a list, such as [{_last(linear)[0] if linear else 'q_proj'}]"
         require(
             bool(found) or bool(getattr(settings, "target_parameters", None)),
             f"adapter.target_modules: {targets!r} matches no whole module name; the linear modules are "
-            f"{_listed(linear)}; give names in a list, such as [{_last(linear)[0] if linear else 'q_proj'}]",
+            f"{_listed(linear)}; {remedy}",
         )
     else:
         _check_names("target_modules", targets or (), modules, linear, one_is_enough=in_peft_format)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
+from converters.storage.path_or_url import suggest_path
 from portable.config import flags, keys, yaml_text
 from portable.config.origins import Origin, shown
 from portable.config.problems import build, unknown_key
 from portable.config.run_config import RunConfig
 from portable.errors import UserError, one_line
-from portable.paths import suggest_path
 
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from converters.storage.path_or_url import suggest_path
 from portable import plugins
 from portable.errors import UserError, one_line, require
 from portable.model.config_values import check_config_values, iter_values
@@ -28,7 +29,6 @@ from portable.model.on_meta import large_tensors_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
-from portable.paths import suggest_path
 from portable.private import of_transformers
 from portable.untrusted_settings import (
     CONFIG_FILE,
@@ -97,6 +97,11 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
     """The config of a folder or a model on the hub, as ``model.config`` changes it."""
     from transformers import AutoConfig, PretrainedConfig
 
+    if Path(name).is_file():
+        raise UserError(
+            f"model.name_or_path: {name}: is a file; give the folder of a model, with config.json and "
+            "safetensors files"
+        )
     if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
         raise UserError(
             f"model.name_or_path: {name}: no such folder"

@@ -20,12 +20,12 @@ import torch
 
 import converters
 from converters import CheckpointError, open_checkpoint
+from converters.storage.path_or_url import suggest_path
 from portable.errors import UserError, one_line
 from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
 from portable.model.parameters import embeddings, state_tensors, tied_names
 from portable.model.tensors import ComputedTensor, ReadableTensor, to_torch
-from portable.paths import suggest_path
 from portable.private import of_transformers
 from portable.untrusted_settings import convert_library_errors, describe_download_error
 

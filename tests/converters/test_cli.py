@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,18 +79,55 @@ def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     out = tmp_path / "out"
     os.mkfifo(tmp_path / "pipe")
     before = tree(tmp_path)
-    assert "neither a file nor a folder" in error_of(capsys, tmp_path / "pipe", out)
-    assert "no such file" in error_of(capsys, tmp_path / "missing", out)
-    assert "known format" in error_of(capsys, tmp_path / "run" / "checkpoints" / "step-000002" / "model", out)
-    assert "inside" in error_of(capsys, run, run / "final")
-    assert "contains" in error_of(capsys, step, run, "--overwrite")
-    assert "--overwrite" in error_of(capsys, step, run / "config.yaml")
-    assert "not a folder" in error_of(capsys, step, run / "config.yaml", "--overwrite")
-    assert "step-000002" in error_of(capsys, run, out, "--tag", "9")
-    assert "dcp" in error_of(capsys, step, out, "--to", "pickle")
-    assert "--dtype" in error_of(capsys, step, out, "--dtype", "int8")
-    assert "cannot be created" in error_of(capsys, step, "/proc/nope/out")
+
+    def refuse(*argv: object) -> str:
+        return error_of(capsys, *argv, code=2)
+
+    assert "neither a file nor a folder" in refuse(tmp_path / "pipe", out)
+    assert "no such file" in refuse(tmp_path / "missing", out)
+    assert "known format" in error_of(capsys, step / "model", out, code=65)
+    assert "inside" in refuse(run, run / "final")
+    assert "contains" in refuse(step, run, "--overwrite")
+    assert "--overwrite" in refuse(step, run / "config.yaml")
+    assert "not a folder" in refuse(step, run / "config.yaml", "--overwrite")
+    assert "step-000002" in refuse(run, out, "--tag", "9")
+    assert "dcp" in refuse(step, out, "--to", "pickle")
+    assert "--dtype" in refuse(step, out, "--dtype", "int8")
+    assert "cannot be created" in refuse(step, "/proc/nope/out")
     assert tree(tmp_path) == before
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda shard: os.truncate(shard, shard.stat().st_size - 200),
+    "missing": lambda shard: shard.unlink(),
+    "empty": lambda shard: shard.write_bytes(b""),
+    "another file": lambda shard: shard.write_text("not a shard"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_exit_codes_and_json_distinguish_damage_from_mistakes(
+    damage: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run / "checkpoints" / "step-000002", damaged)
+    shard = min(damaged.glob("*.distcp"))
+    DAMAGES[damage](shard)
+    capsys.readouterr()
+    for command, code in (
+        ([damaged, tmp_path / "out"], 65),
+        (["inspect", damaged, "--stats"], 65),
+        (["diff", damaged, run], 65),
+        ([tmp_path / "damged", tmp_path / "out"], 2),
+        (["inspect", tmp_path / "damged"], 2),
+        ([damaged, tmp_path / "out", "--too", "dcp"], 2),
+    ):
+        assert main([*map(str, command), "--json"]) == code
+        printed = capsys.readouterr()
+        report = json.loads(printed.out)
+        assert report == {"error": printed.err.removeprefix("error: ").strip(), "exit_code": code}
+        assert code == 2 or shard.name in report["error"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(

@@ -7,11 +7,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import is_url
+from converters.storage.path_or_url import is_url, suggest_path
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.errors import MissingDataError, UserError, one_line
-from portable.paths import check_link, place_of, regular_files, storage_errors, suggest_path
+from portable.paths import check_link, place_of, regular_files, storage_errors
 
 if TYPE_CHECKING:
     from converters.storage.listed import Object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -113,6 +114,8 @@ def json_row(line: bytes, where: str, fields: Fields) -> Mapping[str, Any] | Non
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+        if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(f"data.source: {where}: the file is UTF-16; save it as UTF-8") from error
         refusal = UserError(
             f"data.source: {where}: not a line of JSON ({reason}); correct or remove it, or set "
             "data.on_bad_record to skip"
