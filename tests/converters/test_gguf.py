@@ -230,7 +230,7 @@ def test_llama_cpp_computes_the_same_or_the_setting_is_refused(
     file = tmp_path / "out.gguf"
     argv = [str(tmp_path / "in"), str(file), "--to", "gguf", "--quiet", "--overwrite", "--verify"]
     if refused is not None:
-        assert main(argv) == 2 and not file.exists()
+        assert main(argv) == 65 and not file.exists()
         error = capfd.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ") and refused in error
         return
@@ -281,7 +281,7 @@ def test_an_adapter_computes_as_peft_does_or_is_refused(
     base, lora = tmp_path / "base.gguf", tmp_path / "lora.gguf"
     argv = [str(tmp_path / "lora"), str(lora), "--to", "gguf", "--config-from", str(tmp_path / "base")]
     if refused is not None:
-        assert main([*argv, "--quiet"]) == 2
+        assert main([*argv, "--quiet"]) == 65
         line = capfd.readouterr().err.splitlines()[-1]
         assert line.startswith("error: ") and refused in line and "--merge-into" in line
         return

@@ -67,6 +67,17 @@ def test_longer_run_equals_one_that_was_as_long_from_the_start(
     assert "changed: train.steps 8 → 12" in read_report_events(tmp_path / "report.html")
 
 
+def test_longer_run_of_a_stream_equals_one_that_was_as_long_from_the_start(
+    tmp_path: Path, corpus: Path
+) -> None:
+    settings: dict[str, Any] = {**CONSTANT, "data__stream": True, "data__eval_fraction": 0.0}
+    train(tmp_path / "longer", corpus, **settings)
+    train(tmp_path / "longer", corpus, **settings, train__steps=12)
+    train(tmp_path / "uninterrupted", corpus, **settings, train__steps=12)
+    assert losses(tmp_path / "longer") == losses(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "longer") == weights(tmp_path / "uninterrupted")
+
+
 def test_changed_schedule_is_followed_and_unset_settings_are_kept(
     tmp_path: Path, corpus: Path, finished: Path
 ) -> None:

@@ -120,6 +120,23 @@ def test_a_run_in_a_bucket(
         assert not [name for name, data in found.items() if secret.encode() in data]
 
 
+def test_a_run_in_a_bucket_becomes_longer(remote: Remote) -> None:
+    constant: dict[str, Any] = {"train__schedule": "constant", "train__warmup_steps": 0}
+    assert remote.leg(**constant, train__steps=4) == 0
+    assert remote.leg(**constant, train__steps=8) == 0
+    with pytest.raises(UserError, match="add --allow-changes"):
+        remote.leg(train__schedule="linear", train__steps=10)
+    changed = {"train__schedule": "linear", "train__steps": 10, "checkpoint__allow_changes": True}
+    assert remote.leg(**changed) == 0
+    rows = [json.loads(line) for line in remote.store.get("run/metrics.jsonl").splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 11)]
+    starts = [json.loads(line) for line in remote.store.get("run/events.jsonl").splitlines()]
+    assert [event["changes"] for event in starts if event.get("changes")] == [
+        "train.steps 4 → 8",
+        "train.steps 8 → 10; train.schedule 'constant' → 'linear'",
+    ]
+
+
 def rank_leg(
     place: str, data: str, scratch: Path, environment: dict[str, str], settings: dict[str, Any]
 ) -> int:
