@@ -100,11 +100,11 @@ class Observer:
         code = _wait(pid)
         printed = self._output.read_bytes().decode("utf-8", "replace")
         broken = self._opened.read_text("utf-8", "replace").splitlines()
-        if code not in (0, 2) and not (code == 1 and "\nproblem: " in printed):  # which `inspect` found
+        if code not in (0, 2, 65) and not (code == 1 and "\nproblem: " in printed):  # which `inspect` found
             broken.append(f"exit code {code}")
         if "Traceback (most recent call last)" in printed:
             broken.append("a traceback")
-        if code == 2 and not re.search("^error: ", printed, re.M):
+        if code in (2, 65) and not re.search("^error: ", printed, re.M):
             broken.append("no error line")
         if control := _CONTROLS.search(printed):
             broken.append(f"control character {control[0]!r}")
