@@ -143,7 +143,7 @@ def find_unset_changes(existing: RunConfig, given: RunConfig, config: RunConfig)
             continue
         if key == _HELD_OUT and config.get(key) is not None:
             continue  # 0, because of data.eval or data.stream
-        if config.get(key) != existing.get(key):
+        if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values
 
