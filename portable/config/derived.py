@@ -117,12 +117,12 @@ def find_training_defaults(config: RunConfig) -> dict[str, Any]:
         "checkpoint.every_epochs": train.epochs is not None and not config.is_set("checkpoint.every_steps"),
         "data.seq_len": False,
     }
-    found = {key: default.get(kind) for key, default in BY_TRAINING.items() if applies.get(key, True)}
+    defaults = {key: default.get(kind) for key, default in BY_TRAINING.items() if applies.get(key, True)}
     # If both are written as null, the config is the one of an earlier run: see warmup_steps.
     null_too = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
     return {
         key: value
-        for key, value in found.items()
+        for key, value in defaults.items()
         if not config.is_set(key) or (key in null_too and config.get(key) is None)
     }
 

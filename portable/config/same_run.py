@@ -124,12 +124,12 @@ def extends(a: RunConfig, b: RunConfig) -> bool:
     return all((b.get(key) or 0) >= (a.get(key) or 0) for key in LENGTH)
 
 
-def find_unset_changes(existing: RunConfig, given: RunConfig, config: RunConfig) -> dict[str, Any]:
+def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
     """Find the settings that only differ because a launch does not set them.
 
     Args:
         existing: Config of a run that has begun.
-        given: Config of a launch that continues it, without defaults that depend on the model.
+        launched: Config of a launch that continues it, without defaults that depend on the model.
         config: The same config with these defaults.
 
     Returns:
@@ -139,7 +139,7 @@ def find_unset_changes(existing: RunConfig, given: RunConfig, config: RunConfig)
     values = {}
     for key in sorted(_KEPT):
         alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
-        if any(map(given.is_set_or_put, alternatives)):
+        if any(map(launched.is_set_or_put, alternatives)):
             continue
         if key == _HELD_OUT and config.get(key) is not None:
             continue  # 0, because of data.eval or data.stream

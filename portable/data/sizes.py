@@ -155,7 +155,7 @@ def sizes_of(
         tokens=tokens,
         train_samples=samples,
         eval_samples=sum(held_out for _, held_out, _ in counts.values()),
-        held_out=sum(one.parts()[1].num_samples for one in parts),
+        held_out=sum(source.parts()[1].num_samples for source in parts),
         cut=sum(one.cut_tokens() for one in parts) / max(1, tokens),
         waste=sum(padding) / max(1, samples) if padding else None,
         truncated=merged(truncated) if len(truncated) > 1 else next(iter(truncated), None),
