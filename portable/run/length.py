@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 SEQ_LEN = "data.seq_len"
 FEW_STEPS = 30
 """Runs over the whole data with fewer optimizer steps hardly change a model."""
+MANY_STEPS = 1000
+"""With more steps between checkpoints, a crash loses much."""
 
 
 def describe_warmup(config: RunConfig, steps: int) -> str:
@@ -81,6 +83,25 @@ def warn_of_few_steps(config: RunConfig, samples: int | None, world: World) -> s
     return (
         f"train.epochs: {_describe_epochs(epochs, samples)} are only {human_count(steps, 'step')} of {batch} "
         f"samples, which hardly change the model; {', or '.join(remedies)}"
+    )
+
+
+def warn_of_rare_checkpoints(config: RunConfig, samples: int | None) -> str | None:
+    """Return a warning if checkpoints are more than :data:`MANY_STEPS` apart because of the default.
+
+    Args:
+        config: Config of the run.
+        samples: Samples of one epoch. None if the number is unknown.
+    """
+    epochs = config.checkpoint.every_epochs
+    if epochs is None or not samples or config.is_set_or_put("checkpoint.every_epochs"):
+        return None
+    steps = int(epochs * samples / config.train.global_batch_size)
+    if steps <= MANY_STEPS or total_steps(config, samples) <= MANY_STEPS:
+        return None
+    return (
+        f"checkpoint.every_epochs: an epoch has {steps:,} steps, and a crash loses the steps since the last "
+        "checkpoint; set checkpoint.every_steps, such as 500"
     )
 
 

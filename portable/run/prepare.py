@@ -29,7 +29,7 @@ from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
 from portable.run.evaluation import judge_of
-from portable.run.length import explain_seq_len, warn_of_few_steps
+from portable.run.length import explain_seq_len, warn_of_few_steps, warn_of_rare_checkpoints
 from portable.run.resolve import on_device
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
@@ -255,6 +255,8 @@ def notes_on(
         )
     if (few := warn_of_few_steps(resolved.config, data.train_samples, resolved.world)) is not None:
         lines.append(f"warning: {few}")
+    if (rare := warn_of_rare_checkpoints(resolved.config, data.train_samples)) is not None:
+        lines.append(f"warning: {rare}")
     step = resolved.config.train.global_batch_size
     if data.train_samples is not None and 0 < data.train_samples < step:
         lines.append(
