@@ -247,8 +247,10 @@ TALK = (
 LONG_MODEL: dict[str, Any] = {**TINY_MODEL, "max_position_embeddings": 512}
 CHATS = ("model.name_or_path", "adapter.type", "data.source", "data.chat_template")
 """Settings of the command that began the run in earlier_config.yaml, besides its length."""
-COMMAND = ("backend", "precision", "output_dir", "data.cache_dir", "train.global_batch_size", "log.trackers")
-COMMAND += ("log.every_steps", "log.sample_tokens")
+COMMAND = [
+    *("backend", "precision", "output_dir", "data.cache_dir", "train.global_batch_size"),
+    *("log.trackers", "log.every_steps", "log.sample_tokens"),
+]
 
 
 @pytest.mark.parametrize(
