@@ -110,7 +110,7 @@ def test_defaults_that_follow_from_the_data_and_the_model(
     model: Path, conversations: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The format is recognized by the first record; the model has 64 positions."""
-    shared = {
+    shared: dict[str, Any] = {
         "backend": "cpu",
         "output_dir": str(tmp_path / "run"),
         "data.cache_dir": str(tmp_path / "cache"),
