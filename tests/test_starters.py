@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,47 @@ TALK = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize("task", ["chat", "lora"])
+def test_a_starter_trains_a_few_hundred_chats(
+    task: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Except for the lengths of sequences, only what a user has to change is changed."""
+    monkeypatch.chdir(tmp_path)
+    base = write_pretrained(tmp_path / "base", corpus)
+    chats = write_conversations(tmp_path)
+    lines = chats.read_text().splitlines()
+    chats.write_text("\n".join([*lines, *lines[:40]]) + "\n")
+    (tmp_path / "talk.jinja").write_text(TALK)
+    assert main(["init", "mine.yaml", "--task", task]) == 0
+    own = {
+        "backend": "cpu",
+        "model.name_or_path": str(base),
+        "data.source": str(chats),
+        "data.chat_template": "talk.jinja",
+        "data.seq_len": 64,
+        "data.cache_dir": str(tmp_path / "cache"),
+        "log.sample_tokens": 0,
+        "log.trackers": [],
+    }
+    assert run_rank("cpu", load_config(Path("mine.yaml"), own)) == 0
+    shown = capsys.readouterr().err
+    assert "hardly change" not in shown
+    assert re.search(r"\d to train, (\d+) to evaluate", shown)[1] == "16"  # type: ignore[index]
+    run = tmp_path / "runs" / "mine"
+    rows = read_metrics(run)
+    assert max(row["step"] for row in rows) >= 30
+    evaluated = [row["step"] for row in rows if "eval_loss" in row]
+    assert len(evaluated) == 3
+    saved = [f"step-{step:06}" for step in evaluated]
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == saved
+    config = load_config(run / "config.yaml")
+    assert (config.train.weight_decay, config.train.betas) == (0.0, (0.9, 0.999))
 
 
 @pytest.mark.parametrize("task", tasks())

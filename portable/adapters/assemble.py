@@ -111,17 +111,31 @@ def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:
     return assemble(config, model_config, special_tokens, data.opened, data), data
 
 
+def settle_defaults(config: RunConfig) -> RunConfig:
+    """Settle the settings that depend on the files of the adapter, the data and the model.
+
+    Data is not downloaded. If it is missing, its format is unknown.
+
+    Raises:
+        UserError: for files that a run refuses.
+    """
+    config = resolved(config)
+    try:
+        kind = recognise_format(config.data, config.model.task, downloads=False)
+    except MissingDataError:  # raised again by whatever reads the data
+        kind = config.data.format
+    return choose_packing(models.choose_seq_len(config.replaced({"data.format": kind})))
+
+
 def planned(config: RunConfig) -> tuple[RunConfig, PreTrainedModel, DataSizes | None]:
     """``config`` as far as its files settle it, its model, and what is known of its data if that is here.
 
     Raises:
         UserError: for what a run refuses.
     """
-    config = resolved(config)
+    config = settle_defaults(config)
     training_loss(config)  # refuses one that is not there
     try:
-        kind = recognise_format(config.data, config.model.task, downloads=False)
-        config = choose_packing(config.replaced({"data.format": kind}))
         assembled, sizes = looked_at(config)
     except MissingDataError:  # a machine without the data plans as well
         from portable.adapters.adapter import training_model

@@ -13,6 +13,7 @@ from portable.checkpoint.external import open_for_model
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.config import dump_yaml
+from portable.config.derived import classify_training, find_training_defaults
 from portable.config.sources import evaluation_names
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
@@ -28,7 +29,7 @@ from portable.registry import create_backend
 from portable.run.callbacks import callback_order
 from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
-from portable.run.length import describe_length
+from portable.run.length import SEQ_LEN, describe_length, describe_warmup
 from portable.run.prepare import notes_on
 from portable.run.resolve import first_plan, on_device
 from portable.terminal import tell
@@ -70,12 +71,21 @@ def dry_run(resolved: Resolved) -> int:
         tell(line)
     say("# The config with every setting")
     say(dump_yaml(config))
-    if config.came_from:
-        say("# Where it was set; all else is a default, or follows from these")
-        say(table(list(config.came_from.items())) + "\n")
+    say("# Where it was set; all else is a default, or follows from these")
+    say(table([*config.came_from.items(), *_list_defaults(resolved)]) + "\n")
     say("# What this run will do")
     say(table(rows, columns(sys.stdout)))
     return 0
+
+
+def _list_defaults(resolved: Resolved) -> list[tuple[str, str]]:
+    """List the settings that the run in the folder or the kind of training decides, with their origins."""
+    config, kind = resolved.config, classify_training(resolved.config)
+    rows = [(key, f"the run in {resolved.place}") for key in resolved.unset]
+    defaults = [key for key, value in find_training_defaults(config).items() if config.get(key) == value]
+    if config.is_set_or_put(SEQ_LEN) and not config.is_set(SEQ_LEN):
+        defaults.append(SEQ_LEN)
+    return [*rows, *((key, f"default for {kind}") for key in defaults if key not in resolved.unset)]
 
 
 def _notes(
@@ -141,6 +151,7 @@ def _plan_rows(
             if steps is None
             else describe_length(config, steps, data.train_samples),
         ),
+        *([] if steps is None else [("warm-up", describe_warmup(config, steps))]),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         ("beside each step", ", ".join(callback_order(config))),
         *begun,

@@ -11,7 +11,6 @@ from portable.adapters.assemble import assemble
 from portable.batch_plan import total_steps
 from portable.data.preview import in_words, preview
 from portable.errors import UserError
-from portable.formatting import human_count
 from portable.model import build as models
 from portable.model.special_tokens import SpecialTokens
 from portable.run.length import describe_length, warn_of_few_steps
@@ -40,8 +39,8 @@ def show_data(resolved: Resolved, count: int) -> int:
     samples = None if data.streams else data.train.epoch_samples
     steps = total_steps(config, samples or 0)
     shown.facts["steps"] = describe_length(config, steps, samples)
-    if data.eval is not None:
-        shown.facts["held out"] = human_count(len(data.eval), "sample")
+    if data.sizes.eval_samples:
+        shown.facts["held out"] = data.sizes.describe_held_out()
     if (few := warn_of_few_steps(config, samples, resolved.world)) is not None:
         tell(f"warning: {few}")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

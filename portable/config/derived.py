@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,53 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
 """Schedules that have no warm-up; one of the user's has none, either."""
-_MOST_WARMUP = 20
+CONVERSATIONS = ("messages", "sharegpt", "prompt_completion", "alpaca")
+"""Values of ``data.format`` for conversations."""
+PRETRAINING, CONTINUED, FINETUNING = "pretraining", "continued pretraining", "fine-tuning"
+"""Kinds of training, which have different defaults; see :func:`classify_training`."""
+_DECAYING = ("cosine", "linear", "wsd")
+"""Schedules that end at ``train.min_learning_rate_ratio``."""
+
+
+@dataclass(frozen=True)
+class DefaultByTraining:
+    """Default of a setting for each kind of training.
+
+    Attributes:
+        pretraining: From random weights.
+        continued: From pretrained weights, on plain text.
+        finetuning: Adapters, conversations, pairs, and other tasks from pretrained weights.
+        condition: When the default applies, for the reference. Empty: always.
+    """
+
+    pretraining: Any
+    continued: Any
+    finetuning: Any
+    condition: str = ""
+
+    def get(self, kind: str) -> Any:
+        """Return the default for a kind of training."""
+        return {PRETRAINING: self.pretraining, CONTINUED: self.continued, FINETUNING: self.finetuning}[kind]
+
+
+BY_TRAINING: dict[str, DefaultByTraining] = {
+    "train.weight_decay": DefaultByTraining(0.1, 0.1, 0.0),
+    "train.betas": DefaultByTraining((0.9, 0.95), (0.9, 0.95), (0.9, 0.999)),
+    "train.warmup_ratio": DefaultByTraining(0.01, 0.01, 0.03, "without train.warmup_steps"),
+    "train.min_learning_rate_ratio": DefaultByTraining(0.1, 0.0, 0.0, f"for {', '.join(_DECAYING)}"),
+    "train.eval_every_epochs": DefaultByTraining(None, None, 1.0, "with train.epochs"),
+    "checkpoint.every_epochs": DefaultByTraining(None, None, 1.0, "with train.epochs"),
+    "data.seq_len": DefaultByTraining(
+        256, 4096, 4096, "for causal-lm, at most the positions of the model; otherwise 256"
+    ),
+}
+"""Settings whose default depends on the kind of training. The reasons are in docs/decisions.md."""
+INSTEAD_OF = {
+    "train.warmup_ratio": "train.warmup_steps",
+    "train.eval_every_epochs": "train.eval_every",
+    "checkpoint.every_epochs": "checkpoint.every_steps",
+}
+"""Settings that replace another one."""
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -36,7 +83,48 @@ def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
         return math.ceil(total_steps * settings.warmup_ratio)
     if settings.warmup_steps is not None:
         return settings.warmup_steps
-    return min(_MOST_WARMUP, total_steps // 10) if warms_up(settings.schedule) else 0
+    # A run of version 0.1 has null for both in its config.yaml, if train.epochs gives its length.
+    return min(20, total_steps // 10) if warms_up(settings.schedule) else 0
+
+
+def classify_training(config: RunConfig) -> str:
+    """Return the kind of training, which decides about the defaults in :data:`BY_TRAINING`.
+
+    ``data.format`` auto counts as plain text: :func:`portable.run.resolve.resolve` replaces it by the format
+    of the first record before anything depends on it.
+    """
+    adapter, data, model = config.adapter, config.data, config.model
+    adapted = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
+    if adapted or data.format in (*CONVERSATIONS, "preference"):
+        return FINETUNING
+    if model.from_scratch:
+        return PRETRAINING
+    text = model.task in ("causal-lm", "masked-lm") and data.format in ("auto", "text")
+    return CONTINUED if text else FINETUNING
+
+
+def find_training_defaults(config: RunConfig) -> dict[str, Any]:
+    """Return the defaults in :data:`BY_TRAINING` that apply to a run, by dotted key.
+
+    A setting is left out if the user set it or its alternative, or if the default of the schema remains.
+    ``data.seq_len`` also depends on the model, see :func:`portable.model.build.choose_seq_len`.
+    """
+    train, kind = config.train, classify_training(config)
+    applies = {
+        "train.warmup_ratio": warms_up(train.schedule) and train.warmup_steps is None,
+        "train.min_learning_rate_ratio": train.schedule in _DECAYING,
+        "train.eval_every_epochs": train.epochs is not None and not config.is_set("train.eval_every"),
+        "checkpoint.every_epochs": train.epochs is not None and not config.is_set("checkpoint.every_steps"),
+        "data.seq_len": False,
+    }
+    defaults = {key: default.get(kind) for key, default in BY_TRAINING.items() if applies.get(key, True)}
+    # If both are written as null, the config is the one of an earlier run: see warmup_steps.
+    null_too = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
+    return {
+        key: value
+        for key, value in defaults.items()
+        if not config.is_set(key) or (key in null_too and config.get(key) is None)
+    }
 
 
 def derived(config: RunConfig) -> dict[str, Any]:
@@ -47,7 +135,7 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["model.config"] = None
     if model.task in PADDED_TASKS or config.data.format in ("preference", "samples"):
         found["data.packing"] = False
-    elif config.data.format not in ("auto", "text") and model.task == "causal-lm":
+    elif config.data.format in CONVERSATIONS and model.task == "causal-lm":
         found["data.packing"] = "documents"
     if config.data.eval is not None or (config.data.stream and not config.data.sources):
         found["data.eval_fraction"] = 0.0
@@ -55,15 +143,12 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["checkpoint.keep_best"] = 1
     if train.epochs is not None:
         found["train.steps"] = None
-    if train.eval_every_epochs is not None:
-        found["train.eval_every"] = None
-    if checkpoint.every_epochs is not None:
-        found["checkpoint.every_steps"] = None
-    steps = train.steps if train.epochs is None or config.is_set("train.steps") else None
-    if steps is not None:  # with epochs, it depends on the data
-        found["train.warmup_steps"] = warmup_steps(train, steps)
+    found |= find_training_defaults(config)
+    for key, other in INSTEAD_OF.items():
+        if key != "train.warmup_ratio" and found.get(key, config.get(key)) is not None:
+            found[other] = None
     if train.micro_batch_size != "auto":
         found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
-    # A null that is written asks for the default as well.
-    null_too = () if train.warmup_steps is not None else ("train.warmup_steps",)
-    return {key: value for key, value in found.items() if key in null_too or not config.is_set(key)}
+    return {
+        key: value for key, value in found.items() if key == "train.warmup_ratio" or not config.is_set(key)
+    }

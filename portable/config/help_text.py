@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import exit_codes
 from portable.config import keys
+from portable.config.derived import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
 from portable.config.flags import open_mapping
 from portable.config.same_run import ADJUSTABLE
 from portable.config.suggest import did_you_mean
@@ -109,12 +110,29 @@ def _section(name: str, about: str, table: dict[str, keys.Setting], width: int) 
 
 def _setting(setting: keys.Setting, width: int) -> str:
     mark = ("**" if setting.key in ADJUSTABLE else "*") if setting.identity else ""
-    head = f"  --{setting.key}{mark}  [{default_text(setting.default)}]"
+    head = f"  --{setting.key}{mark}  [{describe_default(setting)}]"
     body = f"{setting.description} ({setting.allowed})"
     first, *more = textwrap.wrap(
         head.strip(), width - 2, subsequent_indent=_INDENT[2:], break_on_hyphens=False
     )
     return "\n".join([f"  {first}", *(f"  {line}" for line in more), *_wrapped(body, width, _INDENT)])
+
+
+def describe_default(setting: keys.Setting, quote: str = "") -> str:
+    """Describe the default of a setting, for each kind of training if it depends on it.
+
+    Args:
+        setting: The setting.
+        quote: Character around values.
+    """
+    default = BY_TRAINING.get(setting.key)
+    if default is None:
+        return f"{quote}{default_text(setting.default)}{quote}"
+    kinds: dict[str, list[str]] = {}
+    for kind in (PRETRAINING, CONTINUED, FINETUNING):
+        kinds.setdefault(default_text(default.get(kind)), []).append(kind)
+    values = "; ".join(f"{', '.join(names)}: {quote}{text}{quote}" for text, names in kinds.items())
+    return f"{values} ({default.condition})" if default.condition else values
 
 
 def default_text(value: Any) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from portable.config import keys
-from portable.config.help_text import default_text
+from portable.config.derived import BY_TRAINING
+from portable.config.help_text import describe_default
 from portable.config.run_config import RunConfig
 from portable.config.same_run import ADJUSTABLE
 from portable.config.sections import SourceConfig
@@ -70,12 +71,17 @@ def _cell(text: str) -> str:
 def _default(setting: keys.Setting) -> str:
     if isinstance(setting.default, dict) and setting.default:
         return "the quickstart's"
-    return f"`{default_text(setting.default)}`"
+    return describe_default(setting, "`")
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of the YAML file, with descriptions, for editors."""
     schema = RunConfig.model_json_schema(by_alias=True)
+    for key in BY_TRAINING:  # an editor would show a default that is not the one of most runs
+        section, _, name = key.partition(".")
+        setting = schema["$defs"][type(getattr(RunConfig(), section)).__name__]["properties"][name]
+        del setting["default"]
+        setting["description"] += f" Default: {describe_default(keys.settings(RunConfig)[key])}."
     _shorten(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
+from portable.config.derived import BY_TRAINING, INSTEAD_OF
 from portable.config.origins import shown
 from portable.config.run_config import RunConfig
 
@@ -45,7 +46,11 @@ _TENSORS = ("data.added_tokens", "train.optimizer", "train.trainable", "train.fr
 """Settings outside the sections model and adapter that decide which tensors a checkpoint has."""
 LENGTH = ("train.steps", "train.epochs")
 """Settings for the length of a run. Only one of them is used."""
-_ALTERNATIVES = (LENGTH, ("train.warmup_steps", "train.warmup_ratio"))
+_ALTERNATIVES = (LENGTH, *INSTEAD_OF.items())
+_HELD_OUT = "data.eval_fraction"
+_KEPT = ADJUSTABLE | {_HELD_OUT, *BY_TRAINING, *INSTEAD_OF.values()}
+"""Settings of a run that a launch keeps if it does not set them: their defaults depend on other settings, or
+differ between versions of this program."""
 _MISSING = object()
 
 
@@ -119,23 +124,26 @@ def extends(a: RunConfig, b: RunConfig) -> bool:
     return all((b.get(key) or 0) >= (a.get(key) or 0) for key in LENGTH)
 
 
-def find_unset_changes(existing: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Find the adjustable settings that only differ because ``config`` does not set them.
+def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
+    """Find the settings that only differ because a launch does not set them.
 
     Args:
         existing: Config of a run that has begun.
-        config: Config of a launch that continues it.
+        launched: Config of a launch that continues it, without defaults that depend on the model.
+        config: The same config with these defaults.
 
     Returns:
         Values of the existing run by key. A setting is left out if its alternative is set, such as
         ``train.epochs`` for ``train.steps``.
     """
     values = {}
-    for key in sorted(ADJUSTABLE):
+    for key in sorted(_KEPT):
         alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
-        if any(map(config.is_set_or_put, alternatives)):
+        if any(map(launched.is_set_or_put, alternatives)):
             continue
-        if config.get(key) != existing.get(key):
+        if key == _HELD_OUT and config.get(key) is not None:
+            continue  # 0, because of data.eval or data.stream
+        if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values
 

@@ -362,9 +362,10 @@ class DataConfig(SourceConfig):
     """True: concatenate texts into full sequences (language models only). documents, the default for
     conversations: pack whole texts, which do not see each other (causal-lm only). False, always so in
     seq2seq-lm and sequence-classification: one text per sequence, truncated or padded to data.seq_len."""
-    eval_fraction: ProperFraction = Field(default=0.01, json_schema_extra=IDENTITY)
+    eval_fraction: ProperFraction | None = Field(default=None, json_schema_extra=IDENTITY)
     """Share held out for evaluation: the end of the concatenated text, or, where it is not concatenated, a
-    fixed choice of records. 0, the default with data.eval: nothing."""
+    fixed choice of records. Null: 0.01, but at least 16 sequences or records, and at most a fifth of a small
+    dataset. 0, the default with data.eval: nothing."""
     eval: EvaluationSources | None = None
     """Data to evaluate on: a source, as in {source: test.jsonl} or {split: validation}, or several by name,
     as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set what is marked ‡; the rest is
@@ -465,8 +466,7 @@ class TrainConfig(Section):
     learning_rate: LearningRate = Field(default=3e-4, json_schema_extra=IDENTITY)
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate_ratio: Fraction = Field(default=0.0, json_schema_extra=IDENTITY)
-    """Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of train.learning_rate;
-    0.1 is common for pretraining."""
+    """Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of train.learning_rate."""
     schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
     """Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate until the last
     part of the run. Capitalized names are DeepSpeed's schedulers, on any backend (OneCycle and LRRangeTest
@@ -477,7 +477,7 @@ class TrainConfig(Section):
     train.learning_rate is the peak of OneCycle and the first rate of LRRangeTest."""
     warmup_steps: Steps | None = Field(default=None, json_schema_extra=IDENTITY)
     """Steps over which the learning rate rises from zero, linearly unless the schedule defines another shape.
-    Null: a tenth of all steps, also with train.epochs, and at most 20."""
+    Null: train.warmup_ratio of all steps."""
     warmup_ratio: Fraction | None = Field(default=None, json_schema_extra=IDENTITY)
     """The warm-up as a share of all steps, rounded up, instead of train.warmup_steps."""
     weight_decay: WeightDecay = Field(default=0.1, json_schema_extra=IDENTITY)

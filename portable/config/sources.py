@@ -104,7 +104,7 @@ def mistakes_of_sources(data: DataConfig) -> Iterator[str]:
     for name, evaluated in _evaluated(data).items():
         key = eval_key(name)
         yield from _nameless(key, evaluated)
-        if name in (training_names(data) or (HELD_OUT,)) and data.eval_fraction > 0:
+        if name in (training_names(data) or (HELD_OUT,)) and data.eval_fraction != 0:
             reason = "the share of data.eval_fraction has this name; choose another, or set "
             yield f"{key}: {reason}data.eval_fraction to 0"
     yield from _of_schedule(data)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from portable.config.sources import eval_key
 from portable.data.samples.truncation import merged
+from portable.formatting import human_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +37,8 @@ class DataSizes:
     tokens: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
+    held_out: int | None = None
+    """Records that are held out. Packed together, they are fewer samples."""
     cut: float = 0.0
     """The share of truncated tokens in documents longer than ``seq_len``."""
     waste: float | None = None
@@ -75,7 +78,7 @@ class DataSizes:
         )
         if self.cached is None:
             return f"{self.source}: sizes are known after tokenizing by {how}{own}"
-        held_out = f", {self.eval_samples:,} to evaluate" if self.eval_samples or not self.evals else ""
+        held_out = f", {self.describe_held_out()}" if self.eval_samples or not self.evals else ""
         text = (
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
             f"{self.train_samples:,} to train{held_out}{own}"
@@ -85,6 +88,11 @@ class DataSizes:
         if self.waste is not None:
             text += f"; {self.waste:.2%} of the positions are padding"
         return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
+
+    def describe_held_out(self) -> str:
+        """Describe what is held out, such as ``2 to evaluate (16 documents)``."""
+        packed = f" ({human_count(self.held_out or 0, 'document')})" if self.packing == "documents" else ""
+        return f"{self.eval_samples:,} to evaluate{packed}"
 
     @property
     def warnings(self) -> list[str]:
@@ -147,6 +155,7 @@ def sizes_of(
         tokens=tokens,
         train_samples=samples,
         eval_samples=sum(held_out for _, held_out, _ in counts.values()),
+        held_out=sum(source.parts()[1].num_samples for source in parts),
         cut=sum(one.cut_tokens() for one in parts) / max(1, tokens),
         waste=sum(padding) / max(1, samples) if padding else None,
         truncated=merged(truncated) if len(truncated) > 1 else next(iter(truncated), None),

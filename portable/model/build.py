@@ -20,6 +20,7 @@ from torch import nn
 
 from converters.storage.path_or_url import suggest_path
 from portable import plugins
+from portable.config.derived import BY_TRAINING, classify_training
 from portable.errors import UserError, one_line, require
 from portable.model.config_values import check_config_values, iter_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
@@ -686,6 +687,32 @@ def positions(config: PretrainedConfig) -> int | None:
     """Return the number of positions of the model, or None if it has no bound."""
     bound = getattr(config.get_text_config(), "max_position_embeddings", None)
     return bound if isinstance(bound, int) and bound > 0 else None
+
+
+def choose_seq_len(config: RunConfig) -> RunConfig:
+    """Choose the default of ``data.seq_len`` of a causal language model that does not start from scratch.
+
+    The default is the number of positions of the model, up to the length in
+    :data:`portable.config.derived.BY_TRAINING`. A value that the user has set is not changed.
+
+    Args:
+        config: Config of the run, with the format of the data.
+
+    Returns:
+        The config with the default.
+    """
+    length = BY_TRAINING["data.seq_len"].get(classify_training(config))
+    other = config.model.task != "causal-lm" or config.data.format == "samples"
+    if other or config.is_set_or_put("data.seq_len") or length == config.data.seq_len:
+        return config
+    try:
+        bound = positions(model_config(config.model))
+    except UserError:  # building the model reports the error
+        return config
+    length = length if bound is None else min(length, bound)
+    # A multiple, because some tables of positions have two rows more than positions.
+    multiple = 8 * config.context_parallel_size
+    return config.replaced({"data.seq_len": length // multiple * multiple or length})
 
 
 def check_length(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:

@@ -110,6 +110,7 @@ def run(argv: Sequence[str]) -> int:
     if "budget" in given:
         return _by_cost(config, given, prices)
     config, target = _target(config, given)
+    config = _settle(config)
     model, work = _meta_model(config)
     planner = Planner(config, model, target)
     price = None if target.device is None else prices.get(target.device.name)
@@ -161,6 +162,7 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
     require(
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )
+    config = _settle(config)
     models: dict[str, tuple[MetaModel, Work | None]] = {}
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():
@@ -307,6 +309,13 @@ def _target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> 
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return config, target
+
+
+def _settle(config: RunConfig) -> RunConfig:
+    """Settle the defaults that depend on the data and the model, on which the memory depends."""
+    with loading():
+        from portable.adapters.assemble import settle_defaults
+    return settle_defaults(config)
 
 
 def _meta_model(config: RunConfig) -> tuple[MetaModel, Work | None]:

@@ -6,14 +6,46 @@ import math
 from typing import TYPE_CHECKING
 
 from portable.batch_plan import total_steps
+from portable.config.derived import BY_TRAINING, classify_training, warmup_steps
 from portable.formatting import human_count
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.registry import World
+    from portable.run.stages import Resolved
 
+SEQ_LEN = "data.seq_len"
 FEW_STEPS = 30
 """Runs over the whole data with fewer optimizer steps hardly change a model."""
+MANY_STEPS = 1000
+"""With more steps between checkpoints, a crash loses much."""
+
+
+def describe_warmup(config: RunConfig, steps: int) -> str:
+    """Describe the warm-up of the learning rate, such as ``6 steps, train.warmup_ratio 0.03``."""
+    train = config.train
+    ratio = "" if train.warmup_ratio is None else f", train.warmup_ratio {train.warmup_ratio:g}"
+    return f"{human_count(warmup_steps(train, steps), 'step')}{ratio}"
+
+
+def explain_seq_len(resolved: Resolved, positions: int | None) -> str | None:
+    """Explain the default of ``data.seq_len`` if it follows from the model.
+
+    Args:
+        resolved: The resolved run.
+        positions: Positions of the model. None if it has no bound.
+
+    Returns:
+        The text of a note. None if the user, an existing run or the kind of training decides.
+    """
+    config = resolved.config
+    chosen = config.is_set_or_put(SEQ_LEN) and not config.is_set(SEQ_LEN) and SEQ_LEN not in resolved.unset
+    if not chosen:
+        return None
+    length, most = config.data.seq_len, BY_TRAINING[SEQ_LEN].get(classify_training(config))
+    bound = "has no limit" if positions is None else f"has {positions:,} positions"
+    padded = "" if config.data.packing else ", and every sample is padded to this length"
+    return f"{SEQ_LEN} is {length:,}, because the model {bound} and the default is at most {most:,}{padded}"
 
 
 def describe_length(config: RunConfig, steps: int, samples: int | None) -> str:
@@ -51,6 +83,25 @@ def warn_of_few_steps(config: RunConfig, samples: int | None, world: World) -> s
     return (
         f"train.epochs: {_describe_epochs(epochs, samples)} are only {human_count(steps, 'step')} of {batch} "
         f"samples, which hardly change the model; {', or '.join(remedies)}"
+    )
+
+
+def warn_of_rare_checkpoints(config: RunConfig, samples: int | None) -> str | None:
+    """Return a warning if checkpoints are more than :data:`MANY_STEPS` apart because of the default.
+
+    Args:
+        config: Config of the run.
+        samples: Samples of one epoch. None if the number is unknown.
+    """
+    epochs = config.checkpoint.every_epochs
+    if epochs is None or not samples or config.is_set_or_put("checkpoint.every_epochs"):
+        return None
+    steps = int(epochs * samples / config.train.global_batch_size)
+    if steps <= MANY_STEPS or total_steps(config, samples) <= MANY_STEPS:
+        return None
+    return (
+        f"checkpoint.every_epochs: an epoch has {steps:,} steps, and a crash loses the steps since the last "
+        "checkpoint; set checkpoint.every_steps, such as 500"
     )
 
 

@@ -29,7 +29,7 @@ from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
 from portable.run.evaluation import judge_of
-from portable.run.length import warn_of_few_steps
+from portable.run.length import explain_seq_len, warn_of_few_steps, warn_of_rare_checkpoints
 from portable.run.resolve import on_device
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
@@ -214,6 +214,13 @@ def notes_on(
     if resolved.unset:
         values = ", ".join(f"{key}: {shown(value)}" for key, value in resolved.unset.items())
         lines.append(f"note: the run in {resolved.place} keeps its settings that are not set here: {values}")
+    if (length := explain_seq_len(resolved, models.positions(model_config))) is not None:
+        lines.append(f"note: {length}")
+    if resolved.config.data.format == "auto":
+        lines.append(
+            "note: data.format is known once the data is downloaded; with conversations or pairs, defaults "
+            "of fine-tuning apply"
+        )
     if assembled.aligned:
         taken = "; ".join(assembled.aligned)
         lines.append(f"note: the model takes over the tokenizer's special tokens: {taken}")
@@ -248,6 +255,8 @@ def notes_on(
         )
     if (few := warn_of_few_steps(resolved.config, data.train_samples, resolved.world)) is not None:
         lines.append(f"warning: {few}")
+    if (rare := warn_of_rare_checkpoints(resolved.config, data.train_samples)) is not None:
+        lines.append(f"warning: {rare}")
     step = resolved.config.train.global_batch_size
     if data.train_samples is not None and 0 < data.train_samples < step:
         lines.append(

@@ -15,6 +15,7 @@ from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
 from portable.config.same_run import find_unset_changes
 from portable.data.sources.opening import recognise_format
+from portable.model.build import choose_seq_len
 from portable.model.document_attention import choose_packing
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
 from portable.output.output_dir import open_output
@@ -65,9 +66,9 @@ def resolve(
     config = config.replaced(known)
     check(config)
     prepare_code(config)
-    config = choose_packing(config)
-    unset = {} if existing.config is None else find_unset_changes(existing.config, config)
-    config = config.replaced(unset)
+    launched, config = config, choose_seq_len(config)
+    unset = {} if existing.config is None else find_unset_changes(existing.config, launched, config)
+    config = choose_packing(config.replaced(unset))
     check(config, late=True)
     package.check(config, world)
     check_trackers(config.log.trackers)

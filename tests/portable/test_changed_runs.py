@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 
 from portable.config import load_config
+from portable.config.derived import BY_TRAINING
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import EVENTS_FILE, read_metrics
 from portable.run.rank import run_rank
-from tests.runs import TINY_MODEL, configured, losses, weights, write_corpus
+from tests.runs import (
+    TINY_MODEL,
+    configured,
+    losses,
+    weights,
+    write_conversations,
+    write_corpus,
+    write_pretrained,
+)
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
@@ -240,3 +249,71 @@ def test_changed_settings_reach_the_optimizer_of_each_engine(
     unchanged = copy_run(finished, tmp_path / "unchanged")
     train(unchanged, corpus, **CONSTANT, train__steps=12)
     assert losses(folder)[12] != pytest.approx(losses(unchanged)[12], rel=1e-4)
+
+
+TALK = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+LONG_MODEL: dict[str, Any] = {**TINY_MODEL, "max_position_embeddings": 512}
+CHATS = ("model.name_or_path", "adapter.type", "data.source", "data.chat_template")
+"""Settings of the command that began the run in earlier_config.yaml, besides its length."""
+COMMAND = [
+    *("backend", "precision", "output_dir", "data.cache_dir", "train.global_batch_size"),
+    *("log.trackers", "log.every_steps", "log.sample_tokens"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        pytest.param((*CHATS, "train.epochs"), {}, id="adapter, epochs"),
+        pytest.param(
+            (*CHATS, "train.steps"),
+            {"train.epochs": None, "train.steps": 25, "train.warmup_steps": 2},
+            id="adapter, steps",
+        ),
+        pytest.param(
+            ("model.config", "data.source", "train.steps"),
+            {
+                "model.name_or_path": None,
+                "model.config": LONG_MODEL,
+                "adapter.type": None,
+                "data.source": "FOLDER/corpus.jsonl",
+                "data.format": "text",
+                "data.packing": True,
+                "data.chat_template": None,
+                "train.epochs": None,
+                "train.steps": 25,
+                "train.warmup_steps": 2,
+            },
+            id="pretraining",
+        ),
+    ],
+)
+def test_run_keeps_the_defaults_of_the_version_that_began_it(
+    command: tuple[str, ...], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same command continues the run, although its defaults are other ones by now."""
+    base = write_pretrained(tmp_path / "base", write_corpus(tmp_path)) / "config.json"
+    base.write_text(json.dumps(json.loads(base.read_text()) | {"max_position_embeddings": 512}))
+    (tmp_path / "talk.jinja").write_text(TALK)
+    write_conversations(tmp_path)
+    text = Path(__file__).with_name("earlier_config.yaml").read_text().replace("FOLDER", str(tmp_path))
+    settings = {
+        key: str(value).replace("FOLDER", str(tmp_path)) if key == "data.source" else value
+        for key, value in settings.items()
+    }
+    (tmp_path / "earlier.yaml").write_text(text)
+    earlier = load_config(tmp_path / "earlier.yaml", settings)
+    whole = load_config(tmp_path / "earlier.yaml", settings | {"output_dir": str(tmp_path / "whole")})
+    assert run_rank("cpu", whole) == 0
+    first = load_config(tmp_path / "earlier.yaml", settings | {"train.stop_after": 4})
+    assert run_rank("cpu", first) == 0
+    again = load_config(None, {key: earlier.get(key) for key in (*COMMAND, *command)})
+    changed = {key for key in (*BY_TRAINING, "data.eval_fraction") if again.get(key) != earlier.get(key)}
+    assert changed >= {"data.eval_fraction", "train.warmup_ratio"}
+    assert run_rank("cpu", again) == 0
+    assert load_config(tmp_path / "run" / "config.yaml") == earlier
+    assert read_rates(tmp_path / "run") == read_rates(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")

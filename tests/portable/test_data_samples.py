@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,15 @@ def test_training_and_evaluation_share_nothing(split: object, count: int, fracti
         assert held_out.num_samples == 0
     else:
         assert held_out.num_samples == min(max(1, round(count * fraction)), count - 1)
+
+
+@pytest.mark.parametrize("split", [split_blocks, split_documents])
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, 0), (2, 1), (10, 2), (79, 15), (80, 16), (200, 16), (1600, 16), (5000, 50)]
+)
+def test_at_least_sixteen_samples_are_held_out_by_default(split: Any, count: int, expected: int) -> None:
+    train, held_out = split(count, None)
+    assert (train.num_samples, held_out.num_samples) == (count - expected, expected)
 
 
 def test_a_sorted_source_is_no_biased_evaluation_set() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from portable.config.importing.accelerate import WERE_SETTINGS
 from portable.config.importing.trainers import TRAINERS
 from portable.errors import UserError
 from portable.registry import World
-from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps
+from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps, warn_of_rare_checkpoints
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
 NAMED = {name: row for name, row in TRAINERS.items() if "." not in name}
@@ -85,3 +86,20 @@ def test_length_is_described_in_steps_and_epochs() -> None:
     config = load_config(None, {"train.steps": 40, "train.global_batch_size": 8})
     assert describe_length(config, 40, 640) == "40: 0.5 epochs of 640 samples"
     assert describe_length(config, 40, None) == "40"
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "warns"),
+    [
+        ({"adapter.type": "lora", "train.epochs": 1}, 80_000, True),
+        ({"adapter.type": "lora", "train.epochs": 0.01}, 80_000, False),
+        ({"adapter.type": "lora", "train.epochs": 1}, 800, False),
+        ({"adapter.type": "lora", "train.epochs": 1, "checkpoint.every_steps": 500}, 80_000, False),
+        ({"adapter.type": "lora", "train.epochs": 1, "checkpoint.every_epochs": 1}, 80_000, False),
+        ({"train.epochs": 1}, 80_000, False),
+    ],
+)
+def test_rare_checkpoints_are_named(settings: dict[str, Any], samples: int, warns: bool) -> None:
+    warning = warn_of_rare_checkpoints(load_config(None, {**settings, "train.global_batch_size": 8}), samples)
+    assert (warning is not None) == warns
+    assert warning is None or "10,000 steps" in warning

@@ -153,7 +153,7 @@ TUNE_START: dict[str, Any] = {
     "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
 }
 STARTS["torchtune with LoRA"] = (TUNE_START, lambda: TUNE_DEFAULTS)
-WITHOUT_WEIGHT = ("log.", "checkpoint.every_steps", "output_dir")
+WITHOUT_WEIGHT = ("log.", "checkpoint.every_steps", "checkpoint.every_epochs", "output_dir")
 """Settings that do not change the trained weights."""
 SAME_MEANING = {"dtype": "float32", "bf16": "auto"}
 """Defaults that mean ``precision: auto``: weights in 32 bits, and bf16 if the device supports it."""

@@ -106,6 +106,40 @@ def test_what_one_refuses_the_others_refuse(
             assert any(words in line for line in notes["run"])
 
 
+def test_defaults_that_follow_from_the_data_and_the_model(
+    model: Path, conversations: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The format is recognized by the first record; the model has 64 positions."""
+    shared: dict[str, Any] = {
+        "backend": "cpu",
+        "output_dir": str(tmp_path / "run"),
+        "data.cache_dir": str(tmp_path / "cache"),
+    }
+    shared |= {"model.name_or_path": str(model), "train.epochs": 2, "data.chat_template": "chatml"}
+    shared |= {"data.added_tokens": CHATML, "log.trackers": [], "log.sample_tokens": 0}
+    chats = flags(shared | {"data.source": str(conversations)})
+    assert main([*chats, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "data.seq_len is 64, because the model has 64 positions and the default is at most" in said.err
+    lines = [" ".join(line.split()) for line in said.out.splitlines()]
+    assert {"betas: [0.9, 0.999]", "seq_len: 64", "eval_every_epochs: 1.0"} <= set(lines)
+    assert {f"{key} default for fine-tuning" for key in ("train.betas", "data.seq_len")} <= set(lines)
+    assert main([*chats, "--data.seq_len", "32", "--train.betas", "0.8", "0.9", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "data.seq_len is" not in said.err
+    lines = [" ".join(line.split()) for line in said.out.splitlines()]
+    assert {"betas: [0.8, 0.9]", "seq_len: 32", "train.betas --train.betas"} <= set(lines)
+    assert "train.betas default for fine-tuning" not in lines
+    del shared["data.chat_template"]
+    texts = flags(shared | {"data.source": str(corpus)})
+    assert main([*texts, "--dry-run"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {"betas: [0.9, 0.95]", "seq_len: 64", "eval_every: 100"} <= set(lines)
+    assert "train.betas default for continued pretraining" in lines
+    assert plan([*texts, "--device", "h100"]) == 0
+    assert "of 64 tokens at a time" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_folder_of_a_run_is_its_model(
     conversations: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], brief_runs: None
 ) -> None:

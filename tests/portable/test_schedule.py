@@ -93,7 +93,7 @@ def falling_below_zero(step: int, total_steps: int) -> float:
 def test_one_of_your_own() -> None:
     train = {"steps": 30, "learning_rate": 0.01, "schedule": f"{__name__}:halving(every=7)"}
     config = load_config({"train": train})
-    assert config.train.warmup_steps == 0
+    assert config.train.warmup_ratio is None
     schedule = build_schedule(config.train, 30)
     halved = [0.01 * 0.5 ** (step // 7) for step in range(30)]
     assert [schedule(step) for step in range(30)] == pytest.approx(halved)
@@ -117,7 +117,6 @@ def test_a_warm_up_ratio_is_the_trainers(steps: int, ratio: float) -> None:
     theirs = TrainingArguments(output_dir="/nowhere", warmup_steps=ratio) if ratio < 1 else None
     expected = steps if theirs is None else theirs.get_warmup_steps(steps)
     by_steps = load_config(None, {"train.steps": steps, "train.warmup_ratio": ratio})
-    assert by_steps.train.warmup_steps == expected
     by_epochs = load_config(None, {"train.epochs": 2.5, "train.warmup_ratio": ratio})
     for config in (by_steps, by_epochs):
         assert build_schedule(config.train, steps).warmup_steps == expected

@@ -206,7 +206,7 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     config, model, plan, batch = traced_step(config, backend, parts=1)
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
-    if config.data.eval_fraction or config.data.eval is not None:
+    if config.data.eval_fraction != 0 or config.data.eval is not None:
         measures = build_metrics(config.train.metrics, _setting(config, model.config))
         engine.evaluate(backend.place(batch), measures, {})
     bound = models.positions(model.config)

@@ -543,6 +543,8 @@ def finish(file: File, devices: int) -> None:
         file.default("adapter.alpha", 2 * found.get("adapter.r", 8), "default of LLaMA-Factory")
     if program == "TRL" and "train.loss" not in found and not any(map(file.get, _OF_SCRIPTS)):
         file.default("data.train_on", "all", "default of TRL for conversations: no assistant_only_loss")
+    if found.get("model.name_or_path") is None:
+        file.default("train.min_learning_rate_ratio", 0.0, f"default of {program}")
     of_warmup = found.keys() & {"train.warmup_ratio", "train.warmup_steps"}
     for key, value in DEFAULTS[program].items():
         spared = (key.startswith("train.warmup") and of_warmup) or (key.startswith("adapter.") and not lora)

@@ -32,6 +32,8 @@ PART_POSITIONS = "part_positions"
 """The column with the positions of the tokens of a part of samples, int64 ``[batch, seq_len / parts]``."""
 TEXT_TOKENS = "text_tokens"
 """The column with the length of the text of each token of a part of samples, with the same shape."""
+HELD_OUT_SHARE, LEAST_HELD_OUT = 0.01, 16
+"""Share and smallest number of samples that are held out by default."""
 Arrays = dict[str, npt.NDArray[Any]]
 Batch = dict[str, torch.Tensor]
 Computed = Callable[[Sequence[int]], Arrays]
@@ -161,7 +163,7 @@ def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
 
 
 def split_blocks(
-    blocks: int, eval_fraction: float, left_out: npt.NDArray[np.int64] | None = None
+    blocks: int, eval_fraction: float | None, left_out: npt.NDArray[np.int64] | None = None
 ) -> tuple[Part, Part]:
     """Split packed blocks into training and evaluation. The evaluation part is the end of the text.
 
@@ -177,7 +179,7 @@ def split_blocks(
 
 
 def split_documents(
-    documents: int, eval_fraction: float, left_out: npt.NDArray[np.int64] | None = None
+    documents: int, eval_fraction: float | None, left_out: npt.NDArray[np.int64] | None = None
 ) -> tuple[Part, Part]:
     """Split documents into training and evaluation at random, independently of the run's seed.
 
@@ -192,9 +194,20 @@ def split_documents(
     return Part(0, documents - held, order), Part(documents - held, held, order)
 
 
-def _held_out(samples: int, eval_fraction: float) -> int:
-    if eval_fraction <= 0 or samples < 2:
+def _held_out(samples: int, eval_fraction: float | None) -> int:
+    """Return how many samples are held out.
+
+    By default 1 %, but at least :data:`LEAST_HELD_OUT`, because the mean of fewer says little about a model,
+    and at most a fifth, because a small dataset is needed for training.
+
+    Args:
+        samples: Number of samples.
+        eval_fraction: Value of ``data.eval_fraction``. None: the default.
+    """
+    if eval_fraction == 0 or samples < 2:
         return 0
+    if eval_fraction is None:
+        return min(max(LEAST_HELD_OUT, round(samples * HELD_OUT_SHARE)), max(1, samples // 5))
     return min(max(1, round(samples * eval_fraction)), samples - 1)
 
 
