@@ -108,6 +108,11 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
     except (UserError, MemoryError):
         raise
     except OSError as error:
+        if "couldn't connect" in str(error) or "offline mode" in str(error):
+            raise UserError(
+                f"model.name_or_path: {name}: the hub does not answer, and this machine has no copy of its "
+                f"config.json; connect, run hf download {name} where there is a connection, or name a folder"
+            ) from error
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(
