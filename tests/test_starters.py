@@ -65,7 +65,7 @@ def check_final(task: str, final: Path, base: Path) -> None:
         assert logits.shape == (1, 2)
         return
     if task in ("lora", "qlora", "dpo"):
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(final))
+        model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(final))
     else:
         model = AutoModelForCausalLM.from_pretrained(final)
     assert (

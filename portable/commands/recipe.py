@@ -228,7 +228,8 @@ class Sizing:
         padded, in sequences as long as the longest record.
         """
         records, train = self.records, self.config.train
-        batch, settings = train.global_batch_size, {}
+        batch = train.global_batch_size
+        settings: dict[str, Any] = {}
         if self.config.data.packing is not True and records is not None:
             in_one = max(1.0, length * records.count / records.tokens)
             steps = records.count * (train.epochs or 1) / max(batch, in_one * devices)
