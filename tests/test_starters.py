@@ -1,9 +1,10 @@
-"""What `portable-train init` writes runs: each starter with a tiny model and data in place of its own."""
+"""Tests of ``portable-train init``: each starter trains, and a config for a device fits on it."""
 
 from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from portable.cli import main
 from portable.commands.init import tasks
+from portable.commands.recipe import Records, Sizing
 from portable.config import load_config
+from portable.planner.cli import main as plan
+from portable.planner.device_lookup import named, parse_devices
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import write_conversations, write_labelled, write_pretrained
@@ -20,6 +24,53 @@ TALK = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
+WIDE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+"""Seven billion weights in few layers, which are quick to plan."""
+
+
+def write_data(task: str, folder: Path, corpus: Path) -> dict[str, Any]:
+    """Write a few hundred records for the starter of ``task``. Return the settings that name them."""
+    if task in ("pretrain", "continued-pretraining"):
+        return {"data.source": str(corpus)}
+    if task == "classification":
+        return {"data.source": str(write_labelled(folder, 200))}
+    (folder / "talk.jinja").write_text(TALK)
+    if task != "dpo":
+        return {"data.source": str(write_conversations(folder)), "data.chat_template": "talk.jinja"}
+    answers = [[{"role": "assistant", "content": word}] for word in ("yes", "no")]
+    pair = {"prompt": [{"role": "user", "content": "Is it?"}], "chosen": answers[0], "rejected": answers[1]}
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text((json.dumps(pair) + "\n") * 200)
+    return {"data.source": str(pairs), "data.chat_template": "talk.jinja"}
+
+
+def check_final(task: str, final: Path, base: Path) -> None:
+    """Load an exported model with transformers or peft. Let it generate or classify."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(final)("A word", return_tensors="pt")
+    if task == "classification":
+        logits = AutoModelForSequenceClassification.from_pretrained(final)(**tokens).logits
+        assert logits.shape == (1, 2)
+        return
+    if task in ("lora", "qlora", "dpo"):
+        model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(final))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(final)
+    assert (
+        model.generate(**tokens, max_new_tokens=3, min_new_tokens=3).shape[1] == tokens.input_ids.shape[1] + 3
+    )
 
 
 @pytest.mark.parametrize("task", ["chat", "lora"])
@@ -64,44 +115,144 @@ def test_a_starter_trains_a_few_hundred_chats(
 
 
 @pytest.mark.parametrize("task", tasks())
-def test_a_starter_runs(task: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starter_trains_on_small_data_and_its_model_loads(
+    task: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    if task == "qlora":
+        pytest.importorskip("bitsandbytes")
     base = write_pretrained(tmp_path / "base", corpus)
-    own: dict[str, Any] = {"model.name_or_path": str(base)}
-    if task == "pretrain":
-        own = {"data.source": str(corpus)}  # its own model, which is small
-    elif task == "classification":
-        own["data.source"] = str(write_labelled(tmp_path, 40))
-    elif task == "dpo":
-        pairs = tmp_path / "pairs.jsonl"
-        said = [[{"role": "assistant", "content": word}] for word in ("yes", "no")]
-        pair = {"prompt": [{"role": "user", "content": "Is it?"}], "chosen": said[0], "rejected": said[1]}
-        pairs.write_text((json.dumps(pair) + "\n") * 12)
-        (tmp_path / "talk.jinja").write_text(TALK)
-        own |= {"data.source": str(pairs), "data.chat_template": "talk.jinja"}
-    else:
-        (tmp_path / "talk.jinja").write_text(TALK)
-        own |= {"data.source": str(write_conversations(tmp_path)), "data.chat_template": "talk.jinja"}
-    assert main(["init", "mine.yaml", "--task", task]) == 0
+    flags = [] if task == "pretrain" else ["--model", str(base)]  # its own model is small
+    assert main(["init", "mine.yaml", "--task", task, *flags]) == 0
     first = Path("mine.yaml").read_text().splitlines()[0]
     assert json.loads(Path(first.removeprefix("# yaml-language-server: $schema=")).read_text())["properties"]
-    config = load_config(
-        Path("mine.yaml"),
-        {
-            "backend": "cpu",
-            "train.epochs": None,
-            "train.steps": 2,
-            "train.global_batch_size": 4,
-            "train.micro_batch_size": 2,
-            "data.seq_len": 64,
-            "data.cache_dir": str(tmp_path / "cache"),
-            "log.every_steps": 1,
-            "log.sample_tokens": 2,
-            "log.trackers": [],
-            **own,
-        },
-    )
+    # Shorter sequences, a larger rate for a random model, and no search for a micro-batch save time.
+    overrides: dict[str, Any] = {
+        "backend": "cpu",
+        "train.micro_batch_size": 8,
+        "train.learning_rate": 1e-2,
+        "data.seq_len": 64,
+        "data.cache_dir": str(tmp_path / "cache"),
+        "log.every_steps": 1,
+        "log.sample_tokens": 2,
+        "log.trackers": [],
+    }
+    if task == "pretrain":
+        overrides["train.steps"] = 30
+    config = load_config(Path("mine.yaml"), overrides | write_data(task, tmp_path, corpus))
     assert run_rank("cpu", config) == 0
-    assert len([row for row in read_metrics(tmp_path / "runs" / "mine") if "loss" in row]) == 2
-    name = "adapter_model.safetensors" if task in ("lora", "dpo") else "model.safetensors"
-    assert (tmp_path / "runs" / "mine" / "final" / name).exists()
+    run = tmp_path / "runs" / "mine"
+    losses = [row["loss"] for row in read_metrics(run) if "loss" in row]
+    assert len(losses) >= 20
+    assert sum(losses[-5:]) < sum(losses[:5])
+    check_final(task, run / "final", base)
+
+
+def write_wide(folder: Path, corpus: Path) -> str:
+    """Write a tokenizer and the config of a model without its weights. Plans need no weights."""
+    write_pretrained(folder, corpus)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(WIDE))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("task", "device", "base"),
+    [
+        ("lora", "RTX 4090", "auto"),
+        ("lora", "t4", "nf4"),
+        ("qlora", "4090", "nf4"),
+        ("chat", "NVIDIA A100-SXM4-80GB:8", "auto"),
+        ("pretrain", "v5p:4", "auto"),
+    ],
+)
+def test_config_for_a_device_is_as_the_planner_says(
+    task: str,
+    device: str,
+    base: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if base == "nf4":
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    model = write_wide(tmp_path / "wide", corpus)
+    assert main(["init", "--task", task, "--model", model, "--device", device]) == 0
+    sized = re.search(r"sized for (\d+) x (\S+): about (\S+ \S+) of", capsys.readouterr().out)
+    assert sized is not None
+    text, config = Path("run.yaml").read_text(), load_config(Path("run.yaml"))
+    assert config.model.name_or_path == model
+    assert config.adapter.base == base
+    assert ("With a 16-bit base" in text) == ((task, base) == ("lora", "nf4"))
+    target = ["--device", sized[2], "--devices", sized[1]]
+    assert plan(["--config", "run.yaml", *target, "--data.source", "org/texts", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    settings = config.strategy, config.train.micro_batch_size, config.memory.activation_checkpointing
+    assert settings == (best["strategy"], best["micro_batch_size"], best["activation_checkpointing"])
+    assert sized[3].split()[0] == f"{best['device_bytes']['total'] / 2**30:.1f}"
+    assert f"about {sized[3]} of" in text
+    assert config.data.seq_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens_each", "expected"),
+    [
+        (200, 60, (False, 256, 16)),  # packed, an epoch would be three sequences
+        (400, 400, ("documents", 4096, 2)),
+        (6000, 200, ("documents", 4096, 1)),
+        (6000, 3000, ("documents", 4096, 12)),
+        (None, 0, (False, 4096, 16)),
+    ],
+)
+def test_batch_counts_conversations(
+    count: int | None, tokens_each: int, expected: tuple[object, int, int], tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(WIDE | {"num_hidden_layers": 1}))
+    file = tmp_path / "run.yaml"
+    assert main(["init", str(file), "--task", "lora", "--model", str(folder)]) == 0
+    records = None if count is None else Records(count, count * tokens_each, 3 * tokens_each)
+    best = Sizing(load_config(file), records).list_candidates(named("4090"), 1)[0]
+    batch = best.get("data.packing", False), best["data.seq_len"], best["train.global_batch_size"]
+    assert batch == expected
+    shared = Sizing(load_config(file), records).list_candidates(named("h100"), 8)[0]
+    assert shared["train.global_batch_size"] % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "count"),
+    [
+        ("rtx4090", "4090", 1),
+        ("NVIDIA GeForce RTX 4090", "4090", 1),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", 1),
+        ("NVIDIA H100 80GB HBM3:8", "h100", 8),
+        ("NVIDIA H100 PCIe", "h100-pcie", 1),
+        ("Tesla V100-SXM2-32GB", "v100-32", 1),
+        ("tpu-v5e:8", "v5e", 8),
+        ("v5litepod:4", "v5e", 4),
+        ("cpu", "cpu", 1),
+    ],
+)
+def test_devices_have_the_names_that_people_and_drivers_use(text: str, device: str, count: int) -> None:
+    parsed, devices = parse_devices(text)
+    assert (parsed.name, devices) == (device, count)
+
+
+def test_error_names_changes_that_fit(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = {"--task": "chat", "--model": write_wide(tmp_path / "wide", corpus), "--device": "a100-40"}
+    capsys.readouterr()
+    assert main(["init", *chain(*flags.items())]) == 2
+    line = capsys.readouterr().err
+    assert len(line.splitlines()) == 1
+    assert not Path("run.yaml").exists()
+    remedies = re.findall(r"--\w+ [\w:-]+", line.partition("; take ")[2])
+    assert [remedy.split()[0] for remedy in remedies] == ["--task", "--device", "--device"]
+    for number, remedy in enumerate(remedies):
+        flag, value = remedy.split()
+        assert main(["init", f"{number}.yaml", *chain(*(flags | {flag: value}).items())]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.adapters.settings import resolved
@@ -127,25 +128,34 @@ def settle_defaults(config: RunConfig) -> RunConfig:
     return choose_packing(models.choose_seq_len(config.replaced({"data.format": kind})))
 
 
-def planned(config: RunConfig) -> tuple[RunConfig, PreTrainedModel, DataSizes | None]:
-    """``config`` as far as its files settle it, its model, and what is known of its data if that is here.
+def planned(
+    config: RunConfig, *, with_data: bool = True
+) -> tuple[RunConfig, PreTrainedModel, DataSizes | None]:
+    """Resolve a config as far as files on this machine allow, and build its model on the meta device.
+
+    Args:
+        config: The config of the run.
+        with_data: Whether to read the data and the tokenizer, if they are on this machine.
+
+    Returns:
+        The config, the model, and the sizes of the data. The sizes are None without the data.
 
     Raises:
         UserError: for what a run refuses.
     """
-    config = settle_defaults(config)
+    config = settle_defaults(config) if with_data else resolved(config)
     training_loss(config)  # refuses one that is not there
-    try:
-        assembled, sizes = looked_at(config)
-    except MissingDataError:  # a machine without the data plans as well
-        from portable.adapters.adapter import training_model
+    if with_data:
+        with suppress(MissingDataError):  # a machine without the data plans as well
+            assembled, sizes = looked_at(config)
+            return config, assembled.model, sizes
+    from portable.adapters.adapter import training_model
 
-        model_config = models.model_config(config.model)
-        models.check_length(model_config, config)
-        model = training_model(model_config, config)
-        check_sharing(model, config)
-        return config, model, None
-    return config, assembled.model, sizes
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config)
+    model = training_model(model_config, config)
+    check_sharing(model, config)
+    return config, model, None
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:

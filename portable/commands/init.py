@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+import re
 import shlex
+import textwrap
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from converters.commands import Parser
 from converters.console import say
 from portable.commands.machines import launch_file, targets, write_new
+from portable.config import load_config
+from portable.config.yaml_text import parse
 from portable.errors import UserError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from importlib.resources.abc import Traversable
+
+    from portable.config import RunConfig
+
+_EXAMPLES = """\
+examples:
+  portable-train init chat.yaml --task chat
+  portable-train init --task lora --model Qwen/Qwen3-8B --data chats.jsonl --device 4090
+  portable-train init --task lora --model Qwen/Qwen3-8B --device h100:8
+  portable-train init run.yaml --for sky --device h100:8 --output_dir s3://bucket/run
+
+With --device, portable-plan chooses settings with which the run fits: 16 or 4 bits, micro-batch, activation
+checkpointing, strategy, and packing if --data names the data. Its figures are in the file's comments. Of the
+model, only config.json and the tokenizer are read.
+"""
+_CHEAPER = {"chat": ("lora",)}
+"""Tasks that need less memory, for the message of a task that does not fit."""
+_COMMENTS = 100
+"""Width of comments."""
 
 
 def configs() -> Traversable:
@@ -37,26 +60,34 @@ def tasks() -> dict[str, str]:
     return {Path(file.name).stem: file.read_text("utf-8") for file in found if file.name.endswith(".yaml")}
 
 
-def _parser(templates: Collection[str], tasks: Collection[str]) -> Parser:
+def _parser(templates: Collection[str], starters: Mapping[str, str], names: Collection[str]) -> Parser:
+    about = (
+        f"  {task:<22} {text.partition(': portable-train')[0].removeprefix('# ').partition('. ')[0]}"
+        for task, text in starters.items()
+    )
     parser = Parser(
         prog="portable-train init",
-        description="Write a short commented config to begin with. With --for: write the file that starts "
+        description="Write a short commented config to begin with. With --for: write the file that starts\n"
         "the run of a config on rented machines, beside it.",
+        epilog="tasks:\n" + "\n".join(about) + "\n\n" + _EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
-    parser.add_argument("--for", dest="target", choices=templates, help="for which program")
+    parser.add_argument("--task", choices=names, metavar="TASK", help="one of those below; default: pretrain")
+    parser.add_argument("--model", metavar="NAME", help="hub id or folder of the model")
+    parser.add_argument("--data", metavar="SOURCE", help="file, glob or hub dataset to train on")
     parser.add_argument(
         "--device",
         action="append",
         default=[],
-        metavar="NAME:COUNT",
-        help="devices by portable-plan's names, h100:8 or v5e:16; sky and dstack take the one that is there "
-        "if given again",
+        metavar="NAME[:COUNT]",
+        help="what the run is to fit on: 4090, a100-80gb, h100:8, v5e:8, or cpu for this machine's; with "
+        "--for, which machines are rented; sky and dstack take the one that is there if given again",
     )
+    parser.add_argument("--for", dest="target", choices=templates, help="for which program")
     parser.add_argument("--output_dir", metavar="URL", help="of the run, in place of the config's")
     parser.add_argument("--install", metavar="WHAT", help="what pip installs there; default: this version")
     parser.add_argument("--on-demand", action="store_true", help="no machines that may be preempted")
-    parser.add_argument("--task", choices=tasks, help="default: pretrain")
     return parser
 
 
@@ -67,41 +98,124 @@ def init(argv: Sequence[str]) -> int:
         argv: the words after ``init``.
 
     Raises:
-        UserError: if the file is there already, or cannot be written.
+        UserError: if the file is there already, or cannot be written; or if the run does not fit the device.
     """
     starters = tasks()
     templates = targets(machines := configs().joinpath("machines"))
     names = {"classify": "classification"} | {name: name for name in starters}
-    given = _parser(templates, names).parse_args(argv)
-    file: Path = given.file
+    options = _parser(templates, starters, names).parse_args(argv)
+    file: Path = options.file
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
-    folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True, width=math.inf).splitlines()[0]
-    for flag in ("--device", "--output_dir", "--install", "--on-demand") if given.target is None else ():
-        asked = getattr(given, flag[2:].replace("-", "_"))
-        require(not asked, f"{flag}: has an effect only with --for; name the program, --for sky")
-    if given.target is not None:
-        require(
-            given.task is None, "--task: has no effect with --for, which takes the config as it is; remove it"
-        )
-        require(bool(given.device), "--device: missing; name the machine, such as --device h100:8")
+    for flag in ("--output_dir", "--install", "--on-demand") if options.target is None else ():
+        value = getattr(options, flag[2:].replace("-", "_"))
+        require(not value, f"{flag}: has an effect only with --for; name the program, --for sky")
+    if options.target is not None:
+        for flag in ("task", "model", "data"):
+            require(
+                getattr(options, flag) is None,
+                f"--{flag}: has no effect with --for, which takes the config as it is; remove it",
+            )
+        require(bool(options.device), "--device: missing; name the machine, such as --device h100:8")
         wrote = launch_file(
             machines,
-            given.target,
+            options.target,
             file,
-            devices=given.device,
-            output_dir=given.output_dir,
-            install=given.install,
-            spot=not given.on_demand,
+            devices=options.device,
+            output_dir=options.output_dir,
+            install=options.install,
+            spot=not options.on_demand,
         )
         say(f"wrote {wrote}; its first lines say how to start it, from its folder")
         return 0
-    name = shlex.quote(str(file))
-    # Comments stand in one column.
-    text = starters[names[given.task or "pretrain"]].replace("{name}#", f"{folder:<25} #", 1)
-    text = text.replace("{file}", name).replace("{name}", folder)
+    require(len(options.device) < 2, "--device: given more than once; name one kind of device")
+    require(not file.exists(), f"init: {file} is there already; give another name")
+    task = names[options.task or "pretrain"]
+    text = _fill(starters[task], file, options.model, options.data)
+    sized = ""
+    if options.device:
+        cheaper = {
+            f"--task {other}": _fill(starters[other], file, options.model, options.data)
+            for other in _CHEAPER.get(task, ())
+        }
+        text, sized = _size(text, options.device[0], cheaper, has_data=options.data is not None)
     text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
     write_new(file, text, "give another name")
-    command = f"  portable-train --config {name}"
-    say(f"wrote {file}; edit it, then\n{command} --dry-run\n{command}")
+    command = f"  portable-train --config {shlex.quote(str(file))}"
+    say(f"wrote {file}{sized}; edit it, then\n{command} --dry-run\n{command}")
+    if options.model is not None and not sized:
+        say("to size it for a device: portable-train init with --device 4090, h100:8, v5e:8 or cpu")
     return 0
+
+
+def _fill(starter: str, file: Path, model: str | None, data: str | None) -> str:
+    """Fill in the names of the file and its run, the model and the data."""
+    folder = _to_yaml(f"runs/{file.stem}")
+    # Comments stand in one column.
+    text = starter.replace("{name}#", f"{folder:<25} #", 1)
+    text = text.replace("{file}", shlex.quote(str(file))).replace("{name}", folder)
+    if model is not None:
+        architecture = "  name_or_path: null                  # only its architecture, with random weights\n"
+        text = re.sub(r"(?s)  config: \{.*?\}[^\n]*\n", architecture + "  init: scratch\n", text, count=1)
+        text = set_values(text, {"model.name_or_path": model})
+    return text if data is None else set_values(text, {"data.source": data})
+
+
+def set_values(text: str, values: Mapping[str, Any]) -> str:
+    """Set values in a starter, whose settings have a line each. Comments stay in their column.
+
+    Args:
+        text: The starter.
+        values: Values by dotted key. The starter has the keys of sections. Keys without a section are added
+            below ``output_dir``.
+    """
+    lines = text.splitlines()
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        line = f"{'  ' if section else ''}{name}:"
+        start = lines.index(f"{section}:") if section else 0
+        number = next((i for i in range(start, len(lines)) if lines[i].startswith(line)), None)
+        if number is None and not section:
+            number = 1 + next(i for i, other in enumerate(lines) if other.startswith("output_dir:"))
+            lines.insert(number, line)
+        assert number is not None, key
+        before, mark, comment = lines[number].partition(" #")
+        setting = f"{line} {_to_yaml(value)}"
+        lines[number] = f"{setting:<{len(before)}}{mark}{comment}"
+    return "\n".join(lines) + "\n"
+
+
+def _to_yaml(value: object) -> str:
+    return yaml.safe_dump(value, allow_unicode=True, width=math.inf).splitlines()[0]
+
+
+def _size(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> tuple[str, str]:
+    """Set the values with which a config fits on a device, and describe the plan in comments.
+
+    Args:
+        text: The config.
+        device: ``NAME:COUNT``, the value of ``--device``.
+        cheaper: Configs that need less memory, by the flag that selects them.
+        has_data: Whether the config has the data of the user.
+
+    Returns:
+        The config, and a phrase that names the device and the planned memory.
+    """
+    from portable.commands.recipe import describe, find_recipe, measure_records
+    from portable.planner.device_lookup import parse_devices
+
+    def read(text: str) -> RunConfig:
+        return load_config(parse(text, "starter").value)
+
+    kind, count = parse_devices(device)
+    config = read(text)
+    records = measure_records(config) if has_data else None
+    recipe = find_recipe(config, kind, count, records, {flag: read(other) for flag, other in cheaper.items()})
+    comments = [
+        line
+        for sentence in describe(recipe)
+        for line in textwrap.wrap(sentence, _COMMENTS - 2, break_on_hyphens=False, break_long_words=False)
+    ]
+    title, rest = set_values(text, recipe.settings).split("\n", 1)
+    phrase = f", sized for {count} x {kind.name}: {recipe.summary}"
+    return "\n".join([title, "#", *(f"# {line}" for line in comments), rest]), phrase

@@ -21,7 +21,7 @@ from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
 from portable.errors import UserError, require
-from portable.planner.device_lookup import Device, named, rented
+from portable.planner.device_lookup import Device, parse_devices, rented
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -196,13 +196,9 @@ def filled(text: str, values: Mapping[str, str], holds: Mapping[str, bool]) -> s
 
 def _machines(text: str, table: Mapping[str, Any], config: RunConfig, target: str) -> Machines:
     """The machines of one ``--device``, which must be such that ``target`` has them."""
-    name, _, count = text.partition(":")
-    require(
-        count == "" or (count.isdecimal() and int(count) > 0), f"--device: {text}: write NAME:COUNT, h100:8"
-    )
-    device = named(name, f"--device: {text}")
+    device, count = parse_devices(text)
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
-    found = Machines(device, int(count or 1), table.get(key, {}))
+    found = Machines(device, count, table.get(key, {}))
     require(
         config.backend == "auto" or config.backend in device.backends,
         f"--device: {text}: backend {config.backend} does not drive it; set backend: auto",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
-       portable-train init [FILE] [--for PROGRAM]
+       portable-train init [FILE] [--task TASK] [--model NAME] [--device NAME]
        portable-train import | schema | completion | chat
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.

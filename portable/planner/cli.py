@@ -14,7 +14,6 @@ from pydantic import Field
 
 from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
-from portable.batch_plan import plan_batches
 from portable.checks import check
 from portable.config.arguments import CommandOptions, Count, read_command
 from portable.config.types import Flag  # noqa: TC001  (pydantic reads it)
@@ -22,12 +21,12 @@ from portable.errors import UserError, report, require
 from portable.formatting import table
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
-from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded, work_of
-from portable.planner.memory_model import Cluster, Setting
+from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded
+from portable.planner.memory_model import Setting
 from portable.planner.plan import Planner, Target
+from portable.planner.preparation import build_meta_model, choose_target, settle
 from portable.planner.tables import Plan, as_json, as_text, next_reductions
-from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
-from portable.terminal import loading, tell
+from portable.registry import CompileTarget, backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,9 +108,9 @@ def run(argv: Sequence[str]) -> int:
     prices = prices_of(given.get("price_per_hour"), given.get("device"))
     if "budget" in given:
         return _by_cost(config, given, prices)
-    config, target = _target(config, given)
-    config = _settle(config)
-    model, work = _meta_model(config)
+    config, target = _choose_target(config, given)
+    config = settle(config)
+    model, work = build_meta_model(config)
     planner = Planner(config, model, target)
     price = None if target.device is None else prices.get(target.device.name)
     require(
@@ -162,17 +161,18 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
     require(
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )
-    config = _settle(config)
+    config = settle(config)
+    config = settle(config)
     models: dict[str, tuple[MetaModel, Work | None]] = {}
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():
         for count in _COUNTS:
             try:
-                here, target = _target(config, {"device": name, "devices": count}, notes=False)
+                here, target = _choose_target(config, {"device": name, "devices": count}, notes=False)
             except UserError:  # the batch cannot be divided so, or the config names another backend
                 continue
             if target.backend not in models:
-                models[target.backend] = _meta_model(here)
+                models[target.backend] = build_meta_model(here)
             model, work = models[target.backend]
             if work is None:
                 raise UserError(
@@ -233,7 +233,7 @@ def _with(planner: Planner, changed: dict[str, Any], model: MetaModel | None = N
         config = planner.config.replaced(changed)
         check(config)
         if model is None:
-            model = _meta_model(config)[0]
+            model = build_meta_model(config)[0]
         else:
             model.check_sharing(config)
         instead = Planner(config, model, planner.target)
@@ -275,56 +275,22 @@ def _compiled(
     return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)
 
 
-def _target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> tuple[RunConfig, Target]:
-    """The config as the target would run it, and the target."""
-    memory = given.get("device_memory")
-    memory = None if memory is None else devices.parse_bytes(memory, "--device-memory")
-    host = given.get("host_memory")
-    host = None if host is None else devices.parse_bytes(host, "--host-memory")
-    device = None
+def _choose_target(
+    config: RunConfig, given: dict[str, Any], *, notes: bool = True
+) -> tuple[RunConfig, Target]:
+    """Read the options that describe the devices, and choose the target. Returns as :func:`choose_target`."""
+    sizes = {
+        name: None if (text := given.get(name)) is None else devices.parse_bytes(text, flag)
+        for name, flag in (("device_memory", "--device-memory"), ("host_memory", "--host-memory"))
+    }
+    memory, device = sizes["device_memory"], None
     if "device" in given:
         device = devices.named(given["device"])
     elif memory is not None:
         device = devices.unnamed(config.backend)
     if device is not None and memory is not None:
         device = device.with_memory(memory)
-    count = given.get("devices", 1)
-    backend: str = config.backend
-    if device is not None and backend not in device.backends:
-        backend = device.backends[0]
-    # A backend without named devices, the CPU, may be planned for any.
-    listed = config.backend != "auto" and backend_package(config.backend).devices()
-    if listed and config.backend != backend:
-        raise UserError(
-            f"--device: {given.get('device')} needs backend {backend}, but backend is {config.backend}; "
-            "remove one of the two"
-        )
-    backend = PLANNED_FOR_AUTO if backend == "auto" else backend
-    target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
-    dividing = config.replaced({"train.micro_batch_size": 1})
-    plan_batches(dividing, world_size=1, rank=0, devices_per_rank=count)  # refuses what cannot be divided
-    config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
-    for note in backend_package(backend).notes(config) if notes else ():
-        tell(f"note: {note}")
-    if config.precision == "auto":
-        config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
-    return config, target
-
-
-def _settle(config: RunConfig) -> RunConfig:
-    """Settle the defaults that depend on the data and the model, on which the memory depends."""
-    with loading():
-        from portable.adapters.assemble import settle_defaults
-    return settle_defaults(config)
-
-
-def _meta_model(config: RunConfig) -> tuple[MetaModel, Work | None]:
-    """The model on the meta device, and what the run trains it on."""
-    with loading():
-        from portable.adapters.assemble import planned
-        from portable.planner.meta_model import MetaModel
-    config, model, sizes = planned(config)
-    return MetaModel(model, config), work_of(config, sizes)
+    return choose_target(config, device, given.get("devices", 1), sizes["host_memory"], notes=notes)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -76,23 +78,67 @@ def known_devices() -> dict[str, Device]:
     return {device.name: device for name in BACKENDS for device in backend_package(name).devices()}
 
 
-_MAKERS = re.compile("^(nvidia-|amd-)?(geforce-|instinct-)?(rtx-?)?")
+_MAKERS = re.compile("^(nvidia-|amd-|google-|tpu-)?(geforce-|instinct-)?(tesla-|rtx-?)?")
+_VARIANTS = re.compile(r"-?(sxm\d?|hbm\de?|oam|pcie)(?=-|$)")
+"""Variants of a card in the names of drivers. Variants with other figures have names of their own."""
+_APPLE = re.compile("(apple-)?m[1-9](-?(pro|max|ultra))?|mps")
 
 
 def named(name: str, flag: str = "--device") -> Device:
-    """The device called ``name``. ``flag`` says in messages where it was given.
+    """Find a device by the name that a person or a driver uses, such as ``RTX 4090`` or ``v5litepod``.
+
+    Args:
+        name: Name of the device. ``cpu`` is the CPU of this machine.
+        flag: Where the name was given, used in error messages.
 
     Raises:
-        UserError: no device has that name. The message suggests one or lists all.
+        UserError: No device has that name. The message suggests one or lists all.
     """
     known = known_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
-    for candidate in (key, _MAKERS.sub("", key), key.removesuffix("gb"), key.replace("litepod", "e")):
+    if key == "cpu":
+        return _describe_cpu()
+    short = _MAKERS.sub("", key)
+    plain = _VARIANTS.sub("", short)
+    without_size = re.sub(r"-\d+gb$", "", plain)
+    for candidate in (
+        key,
+        short,
+        plain,
+        plain.removesuffix("gb"),
+        without_size,
+        short.replace("litepod", "e"),
+    ):
         if candidate in known:
             return known[candidate]
-    hint = did_you_mean(key, known) or f"; known are {', '.join(known)}"
+    if _APPLE.fullmatch(key):
+        raise UserError(f"{flag}: no backend drives Apple GPUs; write cpu to train on the CPU")
+    hint = did_you_mean(plain, known) or f"; known are {', '.join(known)}, cpu"
     other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
     raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
+
+
+def parse_devices(text: str) -> tuple[Device, int]:
+    """Parse ``NAME:COUNT``, the value of ``--device``. Without a count, it is one device.
+
+    Raises:
+        UserError: No device has that name, or the count is not a positive number.
+    """
+    name, _, digits = text.partition(":")
+    if digits and not (digits.isdecimal() and int(digits)):
+        raise UserError(f"--device: {text}: write NAME:COUNT, h100:8")
+    device, count = named(name, f"--device: {text}"), int(digits or 1)
+    # Ranks on the CPU share the memory of the machine.
+    return (device.with_memory(device.memory // count) if device.backends == ("cpu",) else device), count
+
+
+def _describe_cpu() -> Device:
+    """Describe this machine's CPU, whose memory a container may limit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else ""
+    bf16 = backend_package("cpu").default_precision(in_rank=False) == "bf16"
+    return Device("cpu", ("cpu",), min(memory, int(text)) if text.isdecimal() else memory, bf16, 1)
 
 
 _UNITS = {"": 1, "B": 1} | {

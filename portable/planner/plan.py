@@ -5,6 +5,7 @@ The order of strategies is fixed: what sends the fewest bytes in a step comes fi
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -308,6 +309,18 @@ class Planner:
 
     def _can_fit(self, setting: Setting) -> bool:
         return self._may_fit(setting) and bool(self.option(setting, micro_batch=1, recompute="full").fits)
+
+    def compute_least_bytes(self) -> int:
+        """Compute the device memory of the cheapest setting, in bytes.
+
+        It is without offloading, with micro-batches of one sequence, and recomputes all activations.
+        """
+        sizes = []
+        for setting in self._footprint_module.settings(self.config, self.target.cluster):
+            if not setting.offloaded:
+                with suppress(UserError):  # the setting contradicts another part of the config
+                    sizes.append(self.option(setting, micro_batch=1, recompute="full").device_bytes.total)
+        return min(sizes)
 
     def _largest_that_fits(
         self, setting: Setting, sizes: list[int], recompute: str | None

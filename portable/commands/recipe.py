@@ -1,0 +1,343 @@
+"""Settings with which a model fits on a device, for ``portable-train init --device``.
+
+The planner decides what fits, as in ``portable-plan``. This module lists the settings to try, from the best
+to the cheapest, and takes the first that the planner accepts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from portable.config.derived import largest_divisor
+from portable.data.sources.opening import open_source, recognise_format, training_settings
+from portable.errors import UserError
+from portable.formatting import human_bytes
+from portable.model.build import model_config, positions
+from portable.model.document_attention import explain_mixing
+from portable.planner.device_lookup import Device, known_devices
+from portable.planner.hours import Hours, Work, hours_of
+from portable.planner.plan import Option, Planner
+from portable.planner.preparation import build_meta_model, choose_target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from portable.config import RunConfig
+    from portable.planner.meta_model import MetaModel
+
+_LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = 4096, 1024
+"""Tokens of a sequence: more are rarely needed, and truncating to fewer would change what is learned."""
+_TOKENS_AT_ONCE = 8192
+"""Tokens of a micro-batch from which on matrix products keep an accelerator busy."""
+_FEW_STEPS = 30
+"""Optimizer steps below which a model hardly changes. Runs with fewer steps print a warning."""
+_RECORDS_READ = 5000
+_BYTES_PER_TOKEN = 4
+"""Bytes of English text in a token, on average."""
+_LARGER = 1.2
+"""Memory of a device that an error message suggests, relative to the device at hand."""
+_MOST_DEVICES = {"cuda": 8, "cpu": 1}
+"""Devices that an error message suggests at most, by backend; 64 for TPUs."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """Size of the training data.
+
+    Attributes:
+        count: The number of records.
+        tokens: Estimated tokens of all records.
+        longest: Estimated tokens of the longest record.
+        measured: Whether the records have been read. Otherwise the figures are assumptions.
+    """
+
+    count: int
+    tokens: int
+    longest: int
+    measured: bool = True
+
+
+_ON_THE_HUB = Records(10_000, 5_000_000, _LONGEST_SEQUENCE, measured=False)
+"""Assumed size of a dataset that is not on this machine."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings with which a run fits, and their plan.
+
+    Attributes:
+        settings: Values by dotted key, to write into the config.
+        planner: The planner of the config with these settings.
+        option: The planned memory.
+        work: The amount of training, if it is known.
+        rejected: The first candidate, if it does not fit: its settings, and the bytes that it needs.
+    """
+
+    settings: dict[str, Any]
+    planner: Planner
+    option: Option
+    work: Work | None
+    rejected: tuple[dict[str, Any], int] | None
+
+    @property
+    def summary(self) -> str:
+        """The planned memory of a device and its limit, as a phrase."""
+        device, devices = self.planner.target.device, self.planner.target.cluster.devices
+        assert device is not None
+        each = "" if devices == 1 else " on each"
+        return f"about {human_bytes(self.option.device_bytes.total)} of {human_bytes(device.memory)}{each}"
+
+    @property
+    def hours(self) -> Hours | None:
+        """Duration of the run. None if the amount of training or the speed of the device is unknown."""
+        return hours_of(self.planner, self.option, self.work) if self.work is not None else None
+
+
+def measure_records(config: RunConfig) -> Records:
+    """Read the training data of ``config``, up to a number of records, and estimate its size.
+
+    Raises:
+        UserError: The data cannot be read.
+    """
+    data = config.data.model_copy(
+        update={"format": recognise_format(config.data, config.model.task, downloads=False)}
+    )
+    count = size = longest = 0
+    total: int | None = 0
+    for settings in training_settings(data, config.model.task, offline=True).values():
+        source = open_source(settings)
+        if source.downloads:
+            return _ON_THE_HUB
+        for document in islice(source.documents(), _RECORDS_READ):
+            length = len(f"{document.text}{document.target or ''}{document.pair or ''}".encode())
+            count, size, longest = count + 1, size + length, max(longest, length)
+        stored = source.size_bytes
+        total = None if total is None or stored is None else total + stored
+    if count >= _RECORDS_READ and total is not None and size:  # the rest is as the part that was read
+        count, size = round(count * max(1.0, total / size)), max(size, total)
+    # The longest record may have more tokens per byte than English text, and the chat template adds some.
+    return Records(count, max(1, size // _BYTES_PER_TOKEN), longest // (_BYTES_PER_TOKEN - 1) + 64)
+
+
+class Sizing:
+    """Search for settings with which a run fits.
+
+    Args:
+        config: A starter with the model and the data of the user.
+        records: The size of its data. None if the user named no data.
+    """
+
+    def __init__(self, config: RunConfig, records: Records | None) -> None:
+        self.config = config
+        self.records = records
+        self._model_config = model_config(config.model)
+        self._models: dict[tuple[object, ...], tuple[MetaModel, Work | None]] = {}
+
+    def find(self, device: Device, devices: int) -> Recipe | None:
+        """Return the first candidate that fits on ``devices`` devices, or None."""
+        rejected = None
+        for settings in self.list_candidates(device, devices):
+            planner, work = self._plan(settings, device, devices)
+            option = planner.best(planner.options(offloading=False))
+            if option is None:
+                rejected = rejected or (settings, planner.compute_least_bytes())
+                continue
+            planned = {
+                "train.micro_batch_size": option.micro_batch,
+                "memory.activation_checkpointing": option.recompute,
+            }
+            if option.setting.strategy != self.config.strategy:
+                planned["strategy"] = option.setting.strategy
+            return Recipe(settings | planned, planner, option, self._work(settings) or work, rejected)
+        return None
+
+    def list_candidates(self, device: Device, devices: int) -> list[dict[str, Any]]:
+        """List the settings to try, from the best to the cheapest.
+
+        For each, the planner then chooses the strategy, the micro-batch and activation checkpointing, without
+        offloading, because the memory of the host is unknown. A frozen base in 16 bits comes before a
+        quantized base, which is slower and less exact, and a quantized base before shorter sequences, which
+        truncate the data.
+        """
+        adapter, data = self.config.adapter, self.config.data
+        bases = [adapter.base]
+        if adapter.type is not None and adapter.base == "auto" and "xla" not in device.backends:
+            bases.append("nf4")  # XLA has no kernels for quantized bases
+        longest = _LONGEST_SEQUENCE if self._is_packable else data.seq_len
+        longest = min(longest, positions(self._model_config) or longest)
+        lengths = [longest]
+        while lengths[-1] // 2 >= _SHORTEST_SEQUENCE:
+            lengths.append(lengths[-1] // 2)
+        same: dict[str, Any] = {"memory.activation_checkpointing": "none"}  # the planner turns it on
+        if not device.bf16 and "cuda" in device.backends:
+            same["precision"] = "fp16"
+        if device.backends == ("cpu",):
+            same["backend"] = "cpu"
+        candidates = []
+        for length in lengths:
+            batch = self._choose_batch(length, devices)
+            for base in bases:
+                quantized = {} if base == adapter.base else {"adapter.base": base}
+                candidates.append({**same, **quantized, **batch})
+        return candidates
+
+    def suggest_changes(self, device: Device, devices: int) -> Iterator[str]:
+        """Yield the flags of the next larger number of devices and of the next larger device that suffice."""
+        most = min(_MOST_DEVICES.get(device.backends[0], 64), device.per_node)
+        counts = [2**power for power in range(1, 7) if devices < 2**power <= most]
+        larger = sorted(
+            (
+                other
+                for other in known_devices().values()
+                if other.backends[0] == device.backends[0] and other.memory > _LARGER * device.memory
+            ),
+            key=lambda other: other.memory,
+        )
+        of_same = ((device, count) for count in counts)
+        of_larger = ((other, devices) for other in larger)
+        for choices in (of_same, of_larger):
+            for other, count in choices:
+                if self._fits_at_all(other, count):
+                    yield f"--device {other.name}" + (f":{count}" if count > 1 else "")
+                    break
+
+    def describe_least(self, device: Device, devices: int) -> str:
+        """Describe the memory that the cheapest candidate needs, for an error message."""
+        planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
+        usable = human_bytes(device.usable(devices))
+        return f"at least {human_bytes(planner.compute_least_bytes())}, and a run may fill {usable}"
+
+    def _fits_at_all(self, device: Device, devices: int) -> bool:
+        planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
+        return planner.best(planner.options(offloading=False)) is not None
+
+    @property
+    def _is_packable(self) -> bool:
+        """Whether the starter's sequences can contain several records, as those of language models can."""
+        config = self.config
+        return config.model.task == "causal-lm" and config.data.format in ("auto", "text", "messages")
+
+    def _choose_batch(self, length: int, devices: int) -> dict[str, Any]:
+        """Choose the length of sequences, packing and batch sizes.
+
+        The starter's batch counts records. If the data is large enough for steps of that many records, they
+        are packed, and the batch becomes the number of sequences that contain them. Otherwise each record is
+        padded, in sequences as long as the longest record.
+        """
+        records, train = self.records, self.config.train
+        batch = train.global_batch_size
+        settings: dict[str, Any] = {}
+        if self.config.data.packing is not True and records is not None:
+            in_one = max(1.0, length * records.count / records.tokens)
+            steps = records.count * (train.epochs or 1) / max(batch, in_one * devices)
+            mixing = explain_mixing(self._model_config, length)
+            if self._is_packable and steps >= _FEW_STEPS and mixing is None:
+                batch = max(1, round(batch / in_one))
+                settings["data.packing"] = "documents"
+            else:
+                length = min(length, max(128, math.ceil(records.longest / 128) * 128))
+                settings["data.packing"] = False
+        elif records is not None:
+            batch = max(1, min(batch, int(records.tokens / length * (train.epochs or 1) / _FEW_STEPS)))
+        batch = math.ceil(batch / devices) * devices
+        sequences = 2 if self.config.data.format == "preference" else 1
+        at_once = max(1, _TOKENS_AT_ONCE // (length * sequences))
+        return {
+            "data.seq_len": length,
+            **settings,
+            "train.global_batch_size": batch,
+            "train.micro_batch_size": largest_divisor(batch // devices, at_once),
+        }
+
+    def _plan(self, settings: Mapping[str, Any], device: Device, devices: int) -> tuple[Planner, Work | None]:
+        config, target = choose_target(self.config.replaced(dict(settings)), device, devices, notes=False)
+        key = config.backend, config.precision, config.adapter.base, config.data.seq_len
+        if key not in self._models:
+            self._models[key] = build_meta_model(config, with_data=False)
+        model, work = self._models[key]
+        return Planner(config, model, target), work
+
+    def _work(self, settings: Mapping[str, Any]) -> Work | None:
+        """Estimate the amount of training from the records. None if they have not been read."""
+        records, epochs = self.records, self.config.train.epochs
+        if records is None or not records.measured or epochs is None:
+            return None
+        length, batch = settings["data.seq_len"], settings["train.global_batch_size"]
+        packed = settings.get("data.packing", self.config.data.packing)
+        sequences = records.tokens / length if packed else records.count
+        steps = max(1, math.ceil(sequences / batch)) * math.ceil(epochs)
+        return Work(steps, steps * batch * length)
+
+
+def find_recipe(
+    config: RunConfig,
+    device: Device,
+    devices: int,
+    records: Records | None,
+    cheaper: Mapping[str, RunConfig],
+) -> Recipe:
+    """Choose settings with which a run fits.
+
+    Args:
+        config: The starter of a task, with the model and the data of the user.
+        device: The kind of device.
+        devices: The number of devices.
+        records: The size of the data. None if the user named no data.
+        cheaper: Starters that need less memory, by the flag that selects them.
+
+    Raises:
+        UserError: Nothing fits. The message names the smallest changes with which the planner finds that the
+            run fits.
+    """
+    sizing = Sizing(config, records)
+    recipe = sizing.find(device, devices)
+    if recipe is not None:
+        return recipe
+    changes = [
+        flag for flag, other in cheaper.items() if Sizing(other, records).find(device, devices) is not None
+    ]
+    changes += sizing.suggest_changes(device, devices)
+    count = f"{devices} x {device.name}"
+    remedy = f"take {' or '.join(changes)}" if changes else "take a smaller model"
+    name = config.model.name_or_path or "the model"
+    needed = sizing.describe_least(device, devices)
+    raise UserError(f"--device: {name} does not fit on {count}: it needs {needed}; {remedy}")
+
+
+def describe(recipe: Recipe) -> list[str]:
+    """Describe a recipe and its plan, as sentences for the comments of a config."""
+    planner, option = recipe.planner, recipe.option
+    device, devices = planner.target.device, planner.target.cluster.devices
+    assert device is not None
+    size = option.device_bytes
+    parts = {
+        "parameters": size.parameters,
+        "gathered parameters": size.gathered,
+        "gradients": size.gradients,
+        "optimizer": size.optimizer,
+        "activations": size.activations,
+    }
+    listed = ", ".join(f"{name} {human_bytes(part)}" for name, part in parts.items() if part >= 1 << 20)
+    lines = [
+        f"Sized by portable-plan for {devices} x {device.name}: {recipe.summary}: {listed}.",
+        f"A run may fill {human_bytes(device.usable(devices))}: the rest stays free, because activations may "
+        "need a tenth more than planned.",
+    ]
+    if recipe.rejected is not None:
+        settings, needed = recipe.rejected
+        base = "a 16-bit base" if "adapter.base" not in settings and "adapter.base" in recipe.settings else ""
+        shorter = settings["data.seq_len"] != recipe.settings["data.seq_len"]
+        tokens = f"sequences of {settings['data.seq_len']} tokens" if shorter else ""
+        reasons = " and ".join(filter(None, (base, tokens)))
+        lines.append(f"With {reasons}, it would need at least {human_bytes(needed)}.")
+    if recipe.hours is not None and recipe.work is not None:
+        low, high = device.reached.share
+        duration = f"about {recipe.hours}" if recipe.hours.most * 60 > 1 else "less than a minute"
+        lines.append(
+            f"Time: {duration} for {recipe.work.steps:,} steps, at {low:.0%} to {high:.0%} of the device's "
+            f"peak ({device.reached.source})."
+        )
+    return lines

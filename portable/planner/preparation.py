@@ -1,0 +1,89 @@
+"""Prepare a plan: the target that a config is planned for, and the model on the meta device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.batch_plan import plan_batches
+from portable.errors import UserError
+from portable.planner.hours import Work, work_of
+from portable.planner.memory_model import Cluster
+from portable.planner.plan import Target
+from portable.registry import PLANNED_FOR_AUTO, backend_package
+from portable.terminal import loading, tell
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from portable.planner.device_lookup import Device
+    from portable.planner.meta_model import MetaModel
+
+
+def choose_target(
+    config: RunConfig,
+    device: Device | None,
+    devices: int,
+    host_memory: int | None = None,
+    *,
+    notes: bool = True,
+) -> tuple[RunConfig, Target]:
+    """Choose the backend for a kind of device, and resolve the config for it.
+
+    Args:
+        config: The config of the run.
+        device: The kind of device. None if it is unknown.
+        devices: The number of devices.
+        host_memory: Memory of a node, in bytes. None if it is unknown.
+        notes: Whether to print the backend's notes on the config.
+
+    Returns:
+        The config as the target would run it, and the target.
+
+    Raises:
+        UserError: The config names a backend that does not drive the device, or its batch cannot be divided.
+    """
+    backend: str = config.backend
+    if device is not None and backend not in device.backends:
+        backend = device.backends[0]
+    # The CPU backend lists no devices, so a config for it may be planned for any device.
+    listed = config.backend != "auto" and backend_package(config.backend).devices()
+    if device is not None and listed and config.backend != backend:
+        raise UserError(
+            f"--device: {device.name} needs backend {backend}, but backend is {config.backend}; "
+            "remove one of the two"
+        )
+    backend = PLANNED_FOR_AUTO if backend == "auto" else backend
+    cluster = Cluster(devices, device.per_node if device is not None else 8)
+    target = Target(backend, cluster, device, host_memory)
+    dividing = config.replaced({"train.micro_batch_size": 1})
+    plan_batches(dividing, world_size=1, rank=0, devices_per_rank=devices)  # refuses what cannot be divided
+    config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
+    for note in backend_package(backend).notes(config) if notes else ():
+        tell(f"note: {note}")
+    if config.precision == "auto":
+        config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
+    return config, target
+
+
+def settle(config: RunConfig) -> RunConfig:
+    """Settle the defaults that depend on the data and the model, on which the memory depends."""
+    with loading():
+        from portable.adapters.assemble import settle_defaults
+    return settle_defaults(config)
+
+
+def build_meta_model(config: RunConfig, *, with_data: bool = True) -> tuple[MetaModel, Work | None]:
+    """Build the model on the meta device, and compute the amount of training.
+
+    Args:
+        config: The config of the run.
+        with_data: Whether to read the data and the tokenizer, if they are on this machine.
+
+    Returns:
+        The model, and the work of the run. The work is None without the data, unless the
+        config has a number of steps.
+    """
+    with loading():
+        from portable.adapters.assemble import planned
+        from portable.planner.meta_model import MetaModel
+    config, model, sizes = planned(config, with_data=with_data)
+    return MetaModel(model, config), work_of(config, sizes)
