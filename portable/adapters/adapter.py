@@ -258,6 +258,15 @@ class Adapter:
             )
         live = {saved: name for name, saved in self._files.items()}
         adapter = found.checkpoint
+        shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+        others = sorted(
+            name for name, shape in {*shapes.items()} ^ {*self.file_shapes.items()} if ".lora_" in name
+        )
+        require(
+            not others,
+            f"checkpoint.resume: {checkpoint.root} was trained with other target_modules or another r "
+            f"({printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
+        )
 
         def optimizer(_: Any) -> OptimizerState | None:
             state = adapter.optimizer
