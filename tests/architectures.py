@@ -513,6 +513,7 @@ FAMILIES = {
     "Qwen3-VL-MoE": "qwen3_vl_moe composite",
     "Gemma 3 270M, 1B": "gemma3_text causal-lm",
     "Gemma 3 4B to 27B": "gemma3 causal-lm",
+    "Gemma 3n": "gemma3n causal-lm",
     "Gemma 4": "gemma4 causal-lm",
     "Phi-3, Phi-4": "phi3 causal-lm",
     "Phi-3.5-MoE": "phimoe causal-lm",

@@ -351,3 +351,11 @@ def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: 
         assert torch.equal(parameter.detach(), trained[name].detach()), name
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(engine._optimizer.state[parameter][key], order[name][key]), (name, key)
+    by_name = {"adapter__config": None, "adapter__type": "lora", "adapter__alpha": 8}
+    by_name["adapter__use_dora"] = True
+    same_modules = {"adapter__r": 8, "adapter__target_modules": ["q_proj", "up_proj"]}
+    for changes, module in (({"adapter__r": 4}, "down_proj"), (same_modules, "up_proj")):
+        other = configured(tmp_path / "other", corpus, **{**given, **by_name, **changes})
+        message = rf"^checkpoint\.resume: .* other target_modules .*{module}.*; set adapter\.config to its"
+        with pytest.raises(UserError, match=message):
+            restore(prepare(resolve(other, "cpu"), create_backend("cpu")), source)

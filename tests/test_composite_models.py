@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -91,6 +92,19 @@ def test_class_that_needs_other_inputs_is_refused_in_one_line(
     with pytest.raises(UserError, match=r"^model\.name_or_path: .*" + message) as refused:
         build_class_name(tmp_path)
     assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("model_type", "package"), [("gemma3n", "timm"), ("fast_vlm", "timm"), ("inkling_mm_model", "scipy")]
+)
+def test_missing_package_of_a_vision_tower_is_named(model_type: str, package: str, tmp_path: Path) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    build_composite_config(model_type).save_pretrained(tmp_path)
+    with pytest.raises(UserError) as refused:
+        build_class_name(tmp_path)
+    expected = f"model: {model_type} needs the package {package}; run: pip install {package}"
+    assert str(refused.value) == expected
 
 
 def test_composite_type_without_checkpoint_is_refused_in_one_line() -> None:

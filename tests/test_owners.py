@@ -376,3 +376,12 @@ def test_vllm_finds_a_module_for_each_tensor_of_an_adapter(model_type: str, tmp_
     assert names and server.find_unused(architecture, names) == []
     wrong = [name for name in iterate_wrong_names(names) if "x_weight" in name or ".x_" in name]
     assert wrong and server.find_unused(architecture, wrong) == wrong
+
+
+@pytest.mark.skipif(not SERVERS.is_dir(), reason=NEEDS_OWNERS)
+def test_vllm_has_the_options_for_adapters_of_stacked_experts() -> None:
+    folder = SERVERS / "vllm"
+    options = (folder / "engine" / "arg_utils.py").read_text("utf-8")
+    assert all(f'"{name}"' in options for name in ("--enable-lora", "--enable-mixed-moe-lora-format"))
+    modules = (folder / "entrypoints" / "openai" / "models" / "protocol.py").read_text("utf-8")
+    assert "is_3d_lora_weight: bool = False" in modules

@@ -76,7 +76,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},
+    "gemma3n_audio": {
+        "conf_num_hidden_layers": 2,
+        "conf_num_attention_heads": 4,
+        "sscp_conv_channel_size": [8, 4],
+    },
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_vision": {"architecture": "test_efficientnet"},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": _MAMBA,
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -109,6 +115,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 32,  # of which a masked language model has as many logits
     },
+    "timm_wrapper": {"architecture": "test_vit", "model_args": {"embed_dim": 64}},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 6, "layer_types": ["mamba", "hybrid"] * 3},
     "zamba2": {

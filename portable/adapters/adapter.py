@@ -221,6 +221,17 @@ class Adapter:
         """The names of the trained tensors in peft's files, in the model's order."""
         return list(self._files.values())
 
+    @property
+    def largest_rank(self) -> int:
+        """Largest rank of a LoRA. peft doubles the rank of stacked gate and up projections."""
+        ranks: list[int] = [self.config.r, *self.config.rank_pattern.values()]
+        return max(ranks)
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether the adapter changes the parameters with all experts of a layer."""
+        return any(".base_layer.lora_" in name for name in self.files)  # peft nests both in one module
+
     def of_others(self, checkpoint: Checkpoint) -> Checkpoint:
         """Another program's checkpoint of this adapter under the names of the model.
 
@@ -247,6 +258,15 @@ class Adapter:
             )
         live = {saved: name for name, saved in self._files.items()}
         adapter = found.checkpoint
+        shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+        others = sorted(
+            name for name, shape in {*shapes.items()} ^ {*self.file_shapes.items()} if ".lora_" in name
+        )
+        require(
+            not others,
+            f"checkpoint.resume: {checkpoint.root} was trained with other target_modules or another r "
+            f"({printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
+        )
 
         def optimizer(_: Any) -> OptimizerState | None:
             state = adapter.optimizer

@@ -598,6 +598,10 @@ def changed(model: PreTrainedModel, function: str, saved: PretrainedConfig | Non
     return found
 
 
+_PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
+"""A package in the advice of transformers, which may name several."""
+
+
 def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Explain why building the model raised ``error``."""
     if isinstance(error, UserError):
@@ -606,7 +610,11 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
         package = error.name.partition(".")[0]
         return f"model: {config.model_type} needs the package {package}; run: pip install {package}"
     if isinstance(error, ImportError):
-        return f"model: {one_line(error)}"
+        packages = _PIP_ADVICE.findall(one_line(error))
+        if not packages:
+            return f"model: {one_line(error)}"
+        needed = f"the package {' and the package '.join(packages)}"
+        return f"model: {config.model_type} needs {needed}; run: pip install {' '.join(packages)}"
     if isinstance(error, KeyError) and error.args:
         for path, value in iter_values(config.to_dict()):
             if isinstance(value, str) and value == error.args[0]:

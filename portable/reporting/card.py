@@ -87,8 +87,7 @@ def model_card(
     )
     settings += [(key, config.get(key)) for key in _SETTINGS]
     location = config.hub.repo or _HERE
-    grown = rows is not None
-    commands = usage(config, location, model_type, architecture, base=base, grown=grown, chat=chat)
+    commands = usage(config, location, model_type, architecture, base=base, adapter=adapter, chat=chat)
     shown = [
         f"| `{key}` | {_shown(value)} |"
         for key, value in settings
@@ -279,7 +278,7 @@ def usage(
     architecture: str,
     *,
     base: str | None = None,
-    grown: bool = False,
+    adapter: Adapter | None = None,
     chat: bool = False,
 ) -> list[tuple[str, str]]:
     """List what can be done with an exported model, with the command for each.
@@ -292,7 +291,7 @@ def usage(
         model_type: Model type in its ``config.json``.
         architecture: Class of the model.
         base: Text for the base model in the commands. None for its path or name.
-        grown: Whether the embeddings have more rows than the base model's.
+        adapter: Adapter of the run.
         chat: Whether the model was trained on conversations, so that it is asked with messages.
 
     Returns:
@@ -305,6 +304,7 @@ def usage(
     run = re.sub("[^A-Za-z0-9_.-]", "-", Path(config.output_dir).name).lstrip("-") or "run"
     local = f"{run}-{'merged' if merge else 'model'}"
     gguf = f"portable-convert {shlex.quote(where)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
+    grown = adapter is not None and adapter.rows is not None  # vLLM and lm_eval do not resize embeddings
     peft = merge and config.adapter.type == "lora" and not (grown or is_url(where))
     peft = peft and not (config.adapter.use_dora or config.adapter.modules_to_save)
     found = []
@@ -338,9 +338,13 @@ def usage(
     if trust:
         serve, scored = f"{serve} --trust-remote-code", f"{scored},trust_remote_code=True"
     if peft:
-        rank = next((rank for rank in _RANKS if rank >= config.adapter.r), _RANKS[-1])
-        named = shlex.quote(f"{run}={where}")
-        serve = f"vllm serve {of_base} --enable-lora --max-lora-rank {rank} --lora-modules {named}"
+        largest = config.adapter.r if adapter is None else adapter.largest_rank
+        rank = next((rank for rank in _RANKS if rank >= largest), _RANKS[-1])
+        serve, named = f"vllm serve {of_base} --enable-lora --max-lora-rank {rank}", f"{run}={where}"
+        if adapter is not None and adapter.has_stacked_experts:
+            serve = f"{serve} --enable-mixed-moe-lora-format"
+            named = json.dumps({"name": run, "path": where, "is_3d_lora_weight": True})
+        serve = f"{serve} --lora-modules {shlex.quote(named)}"
         scored = f"pretrained={of_base},peft={model}"
     if not trust:
         found.insert(0, ("chat", f"portable-chat {model}"))

@@ -212,13 +212,12 @@ def finish(
     places.append(("log", f"{place / LOG_FILE}{aside}"))
     reporter.say(reporter.summary(places))
     if final is not None:
-        grown = prepared.adapter is not None and prepared.adapter.rows is not None
         uses = usage(
             prepared.config,
             str(final),
             prepared.model_config.model_type,
             prepared.architecture,
-            grown=grown,
+            adapter=prepared.adapter,
             chat=_is_chat_model(prepared),
         )
         reporter.say("\n" + table(uses))

@@ -16,12 +16,15 @@ from transformers import AutoTokenizer
 
 import converters.cli
 from converters.cli import main as convert
+from portable.adapters.adapter import adapt
 from portable.cli import main
 from portable.commands import chat
 from portable.config import load_config
+from portable.model.build import model_config, training_model
 from portable.planner.cli import main as plan
 from portable.reporting.card import CARD, usage
-from tests.runs import flags, tiny, write_conversations, write_labelled, write_pretrained
+from tests.runs import configured, flags, tiny, write_conversations, write_labelled, write_pretrained
+from tests.tiny_models import tiny_config
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 TARGETS = {"adapter__type": "lora", "adapter__r": 2}
@@ -250,6 +253,20 @@ def test_names_in_commands_are_quoted() -> None:
     found = dict(usage(load_config(None, settings), "-it/final", "llama", "LlamaForCausalLM"))
     assert shlex.split(found["vLLM"])[:3] == ["vllm", "serve", "a $(b)"]
     assert "\"$(hf download 'a $(b)')\"" in found["llama.cpp"]
+
+
+def test_vllm_command_serves_an_adapter_of_stacked_experts(tmp_path: Path, corpus: Path) -> None:
+    """vLLM rejects such an adapter without these options, and peft doubles the rank of `gate_up_proj`."""
+    settings = {"adapter__type": "lora", "adapter__r": 12, "model__config": tiny_config("qwen3_moe")}
+    config = configured(tmp_path, corpus, **settings)
+    model = training_model(model_config(config.model), config)
+    adapter = adapt(model, model_config(config.model), config)
+    run = load_config(None, {"model.name_or_path": "base", "adapter.type": "lora", "output_dir": "mine"})
+    commands = dict(usage(run, "mine/final", "qwen3_moe", "Qwen3MoeForCausalLM", adapter=adapter))
+    *command, module = shlex.split(commands["vLLM"])
+    options = "--enable-lora --max-lora-rank 32 --enable-mixed-moe-lora-format --lora-modules"
+    assert command == ["vllm", "serve", "base", *options.split()]
+    assert json.loads(module) == {"name": "mine", "path": "mine/final", "is_3d_lora_weight": True}
 
 
 @pytest.mark.parametrize(
