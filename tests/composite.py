@@ -100,6 +100,7 @@ _OTHER: dict[str, dict[str, Any]] = {
         "vq_config": {"codebook_size": 4, "base_channels": 32, "channel_multiplier": [1, 1]},
     },
     "ernie4_5_vl_moe": {"text_config": _build_rope_sections(1, 1, 2)},
+    "evolla": {"aligner_num_add_layers": 1},  # as in published models, not in every layer
     "exaone4_5": {"text_config": {"model_type": "exaone4_5_text"}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "glm5_next": {
@@ -212,6 +213,7 @@ _OTHER: dict[str, dict[str, Any]] = {
         "vision_config": {"projection_dim": 32},
         "projection_dim": 32,
     },
+    "pi0": {"vlm_config": {"vision_config": {"vision_use_head": False}}},
 }
 """Changes to the config of :func:`tiny_config`, also inside its parts."""
 

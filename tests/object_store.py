@@ -138,6 +138,7 @@ class ObjectStore:
         self._running: dict[int, bool] = {}
         self.most_at_once = 0
         self.count_alone = 0
+        self.rounds = 0
         self.faults: list[Fault] = []
 
     def close(self) -> None:
@@ -195,13 +196,18 @@ class ObjectStore:
         """Count from nothing."""
         with self._lock:
             self.requests.clear()
-            self.most_at_once = self.count_alone = 0
+            self.most_at_once = self.count_alone = self.rounds = 0
 
     @contextmanager
     def counting_overlaps(self) -> Iterator[None]:
-        """Count how many requests run at once, and the requests during which no other request runs."""
+        """Count how many requests run at once, how many run without any other, and the rounds.
+
+        The rounds are the length of the longest chain of requests, each of which begins after the end of the
+        previous one. However fast the client is, it waits at least that many times for an answer.
+        """
         number = threading.get_ident()
         with self._lock:
+            rounds = self.rounds + 1
             overlaps = bool(self._running)
             self._running = {**dict.fromkeys(self._running, True), number: overlaps}
             self.most_at_once = max(self.most_at_once, len(self._running))
@@ -210,6 +216,7 @@ class ObjectStore:
         finally:
             with self._lock:
                 self.count_alone += not self._running.pop(number)
+                self.rounds = max(self.rounds, rounds)
 
     def count(self, method: str = "", key: str = "", query: str = "") -> int:
         """Requests since `forget`, by method, and by what their key and query contain."""

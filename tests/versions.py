@@ -98,8 +98,9 @@ WORLDS = {
             "Accelerate, torch": read_written("test_dcp.py", "test_fsdp_ranks.py"),
             "Megatron": read_written("test_megatron.py"),
             "transformers": read_written("test_published_names.py"),
+            "torch_checkpointing": read_written("test_formats.py", only="written_items"),
         },
-        ("torchao",),
+        ("torchao", "torch-checkpointing"),
     ),
 }
 

@@ -178,7 +178,7 @@ class Adapter:
             tensor = self.checkpoint.tensors[name]
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
             for block in tensor.verified_blocks(_BLOCK):
-                if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32)).all():
+                if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32, copy=False)).all():
                     raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
                 digest.update(block.view(np.uint8).data)
         return digest.hexdigest()

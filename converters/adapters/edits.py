@@ -42,19 +42,20 @@ def _get_product_buffer(count: int) -> Array:
 
 
 def _add_product(rows: Array, left: Array, right: Array) -> None:
-    """rows += left @ right, in tiles that fit the cache."""
+    """rows += left @ right, whose tiles fit the cache."""
     rank, columns = right.shape
     width = max(32, min(1024, columns, _SMALL // (16 * rank)))
     height = max(1, _SMALL // (width * rank))
     whole = len(rows) // height * height
+    product = _get_product_buffer(rows.size)[: rows.size].reshape(rows.shape)
+    tiles, upper = product[:whole].reshape(-1, height, columns), left[:whole].reshape(-1, height, rank)
     for start in range(0, columns, width):
-        tiles, part = rows[:, start : start + width], right[:, start : start + width]
+        inside = slice(start, start + width)
         # One call for all tiles above each other: between two calls, threads wait for the interpreter's lock.
-        count = part.shape[1]
-        product = _get_product_buffer(whole * count)[: whole * count].reshape(-1, height, count)
-        np.matmul(left[:whole].reshape(-1, height, rank), part, out=product)
-        tiles[:whole] += product.reshape(whole, count)
-        tiles[whole:] += left[whole:] @ part
+        np.matmul(upper, right[:, inside], out=tiles[:, :, inside])
+        if whole < len(rows):
+            np.matmul(left[whole:], right[:, inside], out=product[whole:, inside])
+    rows += product
 
 
 def _overlap(block: Array, first: int, row: int, count: int) -> tuple[slice, slice] | None:

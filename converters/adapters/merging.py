@@ -7,6 +7,7 @@ block (`converters.tensors.computed`), so memory holds one module's factors and 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import permutations
 from math import prod
@@ -18,7 +19,7 @@ from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
-from converters.errors import CheckpointError, blame, printable
+from converters.errors import CheckpointError, CommandError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, ends_with
 from converters.numeric import np
@@ -58,9 +59,14 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
     """
     check_mergeable(adapter)
     on = BaseChanges(adapter, base, dtype)
-    digest = adapter.digest
-    _check_base(on, digest)
-    _apply(on)
+    _check_base(on)
+    with ThreadPoolExecutor(1) as pool:  # Hashing releases the interpreter's lock.
+        hashing = pool.submit(lambda: adapter.digest)
+        _apply(on)
+        digest = hashing.result()
+    before = _list_merged(base)
+    if digest in {record.get("adapter") for record in before}:
+        raise CommandError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")
     untied = on.untied()
     tensors: dict[str, Tensor] = {}
     for name, tensor in base.tensors.items():
@@ -74,7 +80,7 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
         metadata=base.metadata,
         companions=_companions(adapter, base),
         config={**base.config, **on.config_changes},
-        documents={MERGED: _record(on, digest)},
+        documents={MERGED: _record(on, before, digest)},
         ties=False,
     )
 
@@ -133,38 +139,37 @@ def _companions(adapter: Adapter, base: Checkpoint) -> dict[str, Place]:
     return kept | theirs | ({} if generation is None else {GENERATION: generation})
 
 
-def _check_base(on: BaseChanges, digest: str) -> None:
+def _check_base(on: BaseChanges) -> None:
     base, adapter = on.base, on.adapter
     if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
-        raise CheckpointError(f"{base.root}: holds an adapter; give the base model alone")
+        raise CommandError(f"{base.root}: holds an adapter; give the base model alone")
     quantized = quantization_of(base)
     if quantized is not None:
         method = printable(quantized.get("quant_method"))[:40]
-        raise CheckpointError(
+        raise CommandError(
             f"{base.root}: is quantized ({method}); give the model that it was made from, or --dequantize"
         )
-    if digest in {known.get("adapter") for known in _merged_before(on)}:
-        raise CheckpointError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")
     recorded = adapter.base_fingerprint
     if recorded is not None and recorded != fingerprint(base):
-        raise CheckpointError(
+        raise CommandError(
             f"{base.root}: is not the base of {adapter.root}, which was trained on other weights"
         )
 
 
-def _merged_before(on: BaseChanges) -> list[dict[str, Any]]:
-    record = read_small_table(on.base.companions.get(MERGED)).get("merged")
-    return [known for known in record if isinstance(known, dict)] if isinstance(record, list) else []
+def _list_merged(base: Checkpoint) -> list[dict[str, Any]]:
+    """Return the records of the adapters that were merged into the base earlier."""
+    records = read_small_table(base.companions.get(MERGED)).get("merged")
+    return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
 
 
-def _record(on: BaseChanges, digest: str) -> bytes:
+def _record(on: BaseChanges, before: list[dict[str, Any]], digest: str) -> bytes:
     about = {
         "adapter": digest,
         "name": on.adapter.root.name,
         "type": on.config.type,
         "base": on.config.base,
     }
-    document = {"version": 1, "merged": [*_merged_before(on), about]}
+    document = {"version": 1, "merged": [*before, about]}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 

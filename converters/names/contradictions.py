@@ -64,6 +64,8 @@ def find_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> li
     invalid: dict[str, str] = {}
     for part in (config, text if isinstance(text, dict) else {}):
         for key, value in part.items():
+            if key == "head_dim" and value == 0 and part.get("qk_rope_head_dim") == 0:
+                continue  # With latent attention, head_dim is the size of the rotary part, if any.
             wanted = None if value is None else _describe_valid(key, value, is_known, has_experts)
             if wanted is not None:
                 shown = json.dumps(value)

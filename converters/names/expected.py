@@ -184,7 +184,6 @@ class ExpectedTensors:
     tied: bool
 
 
-@cache
 def _load_table() -> dict[str, Any]:
     table: dict[str, Any] = json.loads(_TABLE.read_bytes())
     return table

@@ -55,23 +55,25 @@ class _EditedRows:
     def __init__(self, tensor: Tensor, lead: int, edits: Sequence[Edit]) -> None:
         self.tensor = tensor
         self.edits = edits
-        self.added = lead == 0  # the tensor is one row
         self.lead: Shape = tensor.shape[:lead] or (1,)
-        self.inner = tensor.shape[lead:]
-        self.columns = prod(self.inner)
+        self.columns = prod(tensor.shape[lead:])
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
+        self._run = tensor.run()  # spares the search for boxes in each block
         self._memory = threading.local()
 
     def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         """The rows [first, first + count) of a matrix; valid until this thread makes the next block."""
-        shape, lows = (*(1 for _ in matrix), count, *self.inner), (*matrix, first, *(0 for _ in self.inner))
-        stored = self._scratch("stored", shape, numpy_dtype(self.tensor.dtype))
-        self.tensor.fill(stored[0] if self.added else stored, lows[self.added :], touched)
-        block = self._scratch("block", (count, self.columns), np.dtype(self._kind))
-        block[...] = stored.reshape(count, self.columns)
         above = int(np.ravel_multi_index(matrix, self.lead[:-1])) if matrix else 0
+        first += above * self.lead[-1]
+        stored = self._scratch("stored", (count, self.columns), numpy_dtype(self.tensor.dtype))
+        if self._run is None:
+            self.tensor.fill_flat(stored.reshape(-1), first * self.columns, touched)
+        else:
+            self._run.read_into(stored.view(np.uint8).reshape(-1).data, first * stored.strides[0], touched)
+        block = self._scratch("block", (count, self.columns), np.dtype(self._kind))
+        block[...] = stored
         for edit in self.edits:
-            edit.apply(block, above * self.lead[-1] + first)
+            edit.apply(block, first)
         return block
 
     def _scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:

@@ -133,13 +133,15 @@ def test_opening_fetches_headers_only(
     assert s3.count() < 20 + 4 * files and s3.count("PUT") == 0
 
 
-RANKS = 24
+RANKS = 128
+LATENCY, LONGEST_OPENING = 0.05, 10
+"""Seconds until a distant store answers, and seconds in which a checkpoint must be open."""
 
 
 def write_zero3(folder: Path) -> None:
     """Write the rank files of a ZeRO-3 checkpoint with many ranks."""
-    shapes = {f"layers.{i}.weight": torch.Size([RANKS, 4]) for i in range(4)}
-    flat = torch.ones(16)
+    shapes = {f"layers.{i}.weight": torch.Size([RANKS, 1024]) for i in range(4)}
+    flat = torch.ones(4 * 1024)  # Larger than what is fetched at once, so that a file takes several requests.
     about = {"ds_config": {"zero_optimization": {"stage": 3}}, "ds_version": "0.16.0"}
     optimizer = {
         "zero_stage": 3,
@@ -185,8 +187,9 @@ def test_headers_are_read_in_parallel(
     write(folder)
     s3.put_tree(folder, "src")
     s3.forget()
-    s3.fail(delay=0.03, method="GET")
+    s3.fail(delay=0.02)  # Shorter than `LATENCY`, because the number of rounds does not depend on it.
     checkpoint = open_checkpoint(s3.url("src"))
+    assert s3.rounds * LATENCY < LONGEST_OPENING
     assert RANKS // 2 < s3.count() < limit and checkpoint.tensors
     assert 8 <= s3.most_at_once <= 16
     assert s3.count_alone < 20  # Listings and the first file, but not one request for each file.
