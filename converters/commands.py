@@ -30,7 +30,7 @@ EXIT_CODES = {
     DONE: "finished, or reached train.stop_after",
     FAILED: "failed despite valid input (for example, because the disk is full)",
     REFUSED: "invalid input or settings; the `error:` line explains what to change",
-    DAMAGED: "the checkpoint is damaged, incomplete or unsupported; the `error:` line says why",
+    DAMAGED: "damaged, incomplete or unsupported checkpoint; see the `error:` line",
     NOT_EXPORTED: "trained, but not exported to final/; rerun the same command to export",
     STOPPED: "stopped by a signal after saving; rerun the same command to resume",
     BY_SIGNAL: "terminated by signal N without saving; the code is 128 + N (Ctrl-C: 130)",

@@ -40,7 +40,7 @@ def test_help_has_the_one_table_and_the_version_is_there(
         told = EXIT_CODES[int(code.rstrip("+"))]
         assert meaning == (told if code != "0" or module == "portable.cli" else "done")
     if module == "portable.cli":
-        assert len(shown) == len(EXIT_CODES)
+        assert len(shown) == len(EXIT_CODES) - 1  # without DAMAGED, which only portable-convert returns
     with pytest.raises(SystemExit) as left:
         COMMANDS[module](["--version"])
     assert left.value.code == 0

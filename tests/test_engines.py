@@ -182,6 +182,7 @@ def test_leaves_out_an_update_that_is_not_finite(
 # -- conversations, packed as whole documents or padded -----------------------------------------------------
 
 CONVERSATIONS: dict[str, Any] = {
+    "data__format": "messages",
     "data__seq_len": 64,
     "train__global_batch_size": 12,
     "train__steps": STEPS,
@@ -265,6 +266,7 @@ PART: dict[str, Any] = {
     "data__packing": False,
 }
 GROUPS: dict[str, Any] = {
+    "train__min_learning_rate_ratio": 0.0,
     "model__config": {**TINY_MODEL, "tie_word_embeddings": False, "num_hidden_layers": 3},
     "train__learning_rate": 1e-3,
     "train__parameter_groups": [

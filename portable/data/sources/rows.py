@@ -115,7 +115,7 @@ def json_row(line: bytes, where: str, fields: Fields) -> Mapping[str, Any] | Non
     except (ValueError, RecursionError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
         if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise UserError(f"data.source: {where}: the file is UTF-16; save it as UTF-8") from error
+            reason = "UTF-16, not UTF-8"
         refusal = UserError(
             f"data.source: {where}: not a line of JSON ({reason}); correct or remove it, or set "
             "data.on_bad_record to skip"
