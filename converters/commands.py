@@ -30,7 +30,7 @@ EXIT_CODES = {
     DONE: "finished, or reached train.stop_after",
     FAILED: "failed despite valid input (for example, because the disk is full)",
     REFUSED: "invalid input or settings; the `error:` line explains what to change",
-    DAMAGED: "the checkpoint is damaged, incomplete or unsupported; the `error:` line says why",
+    DAMAGED: "the checkpoint is damaged, incomplete or unsupported; the `error:` line gives the reason",
     NOT_EXPORTED: "trained, but not exported to final/; rerun the same command to export",
     STOPPED: "stopped by a signal after saving; rerun the same command to resume",
     BY_SIGNAL: "terminated by signal N without saving; the code is 128 + N (Ctrl-C: 130)",
@@ -42,14 +42,14 @@ def exit_codes(*codes: int) -> str:
     """Format the table of exit codes for `--help`.
 
     Args:
-        codes: Exit codes to list. If there are none, all codes are listed, with their meaning for a run.
+        codes: Exit codes to list. If there are none, the exit codes of a training run are listed.
 
     Returns:
         The table, one line per exit code.
     """
     known = {**EXIT_CODES, DONE: "done"} if codes else EXIT_CODES
-    of_a_run = [code for code in EXIT_CODES if code != DAMAGED]
-    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or of_a_run]
+    run_codes = [code for code in EXIT_CODES if code != DAMAGED]
+    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or run_codes]
     return "exit codes:\n" + "\n".join(f"  {code:<5} {meaning}" for code, meaning in lines)
 
 
