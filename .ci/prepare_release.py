@@ -1,8 +1,8 @@
 """Prepare a checkout for a release: python .ci/prepare_release.py REPOSITORY_URL TAG.
 
-The package index shows README.md outside the repository, so relative links become links into the repository
-at the tag. The addresses of the repository become the URLs of the project. The command changes README.md and
-pyproject.toml. Its changes are not committed.
+The package index shows README.md outside the repository, so the command replaces its relative links by links
+into the repository at the tag. It also adds the URLs of the project to pyproject.toml. Do not commit the
+changes.
 """
 
 import re

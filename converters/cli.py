@@ -232,7 +232,7 @@ def _report(error: CheckpointError, *, as_json: bool) -> int:
 
 
 def _look(given: list[str]) -> int:
-    """`inspect` and `diff`, which write nothing."""
+    """Run `inspect` or `diff`, which write nothing."""
     from converters import inspect_and_diff
 
     command: Callable[..., int] = getattr(inspect_and_diff, given[0])
@@ -259,8 +259,8 @@ def _convert(options: argparse.Namespace) -> int:
     source, out = model_from(options.src), place(options.out)
     single = is_single(options.to, out)
     if not source.exists():
-        similar = "" if in_store(source) else suggest_path(source)
-        raise CommandError(f"{source}: no such file or folder{similar}")
+        suggestion = "" if in_store(source) else suggest_path(source)
+        raise CommandError(f"{source}: no such file or folder{suggestion}")
     sources = [source] if options.merge_into is None else [source, model_from(options.merge_into)]
     if not options.dry_run:
         more = [] if options.config_from is None else list_companion_names(place(options.config_from))

@@ -42,14 +42,14 @@ def exit_codes(*codes: int) -> str:
     """Format the table of exit codes for `--help`.
 
     Args:
-        codes: Exit codes to list. If there are none, all codes are listed, with their meaning for a run.
+        codes: Exit codes to list. If there are none, the exit codes of a training run are listed.
 
     Returns:
         The table, one line per exit code.
     """
     known = {**EXIT_CODES, DONE: "done"} if codes else EXIT_CODES
-    of_a_run = [code for code in EXIT_CODES if code != DAMAGED]
-    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or of_a_run]
+    run_codes = [code for code in EXIT_CODES if code != DAMAGED]
+    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or run_codes]
     return "exit codes:\n" + "\n".join(f"  {code:<5} {meaning}" for code, meaning in lines)
 
 

@@ -25,7 +25,7 @@ def printable(text: object) -> str:
 
 
 class CheckpointError(Exception):
-    """A checkpoint is refused: it is damaged, incomplete or of an unsupported kind.
+    """Error for a checkpoint that is damaged, incomplete or unsupported.
 
     The message is one line that names the file or key and, if there is one, the remedy.
     """
@@ -34,7 +34,7 @@ class CheckpointError(Exception):
 
 
 class CommandError(CheckpointError):
-    """An option, SRC or OUT on the command line is refused, whatever the checkpoint contains."""
+    """Error that the user corrects in the command: in an option, SRC or OUT."""
 
     exit_code = 2
 

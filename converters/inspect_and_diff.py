@@ -127,7 +127,7 @@ def inspect(parser: Parser, argv: Sequence[str]) -> int:
         prog="portable-convert inspect",
         description="Show what a checkpoint contains, and whether it is a complete model. Only headers and a "
         "few bytes of each expert are read, unless --stats is given.",
-        epilog="exit codes: 0 no problems, 1 problems, 2 a mistake in the command, 65 cannot be opened",
+        epilog="exit codes: 0 no problems, 1 problems, 2 mistake in the command, 65 SRC cannot be opened",
     )
     arguments.add_argument(
         "src", metavar="SRC", help="run folder, step folder, folder of shards, file or URL"
@@ -251,7 +251,7 @@ def diff(parser: Parser, argv: Sequence[str]) -> int:
     arguments = parser(
         prog="portable-convert diff",
         description="Compare the tensors of two checkpoints of any formats, value by value.",
-        epilog="exit codes: 0 the same, 1 different, 2 a mistake in the command, 65 cannot be opened",
+        epilog="exit codes: 0 the same, 1 different, 2 mistake in the command, 65 A or B cannot be opened",
     )
     arguments.add_argument("left", metavar="A", help="run folder, step folder, folder of shards, file or URL")
     arguments.add_argument("right", metavar="B", help="the same")

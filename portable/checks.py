@@ -150,7 +150,7 @@ def _model(c: RunConfig) -> Mistakes:
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(c.get(key)):
             name = find_repository(str(c.get(key)))
-            remedy = "copy it here" if name is None else f"give the name {name}"
+            remedy = "copy the files to a local folder" if name is None else f"give the name {name}"
             yield f"{key} must be a hub id or a local folder, not a URL; {remedy}"
     for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
         if is_url(c.get(key)):
@@ -223,7 +223,7 @@ def _schedule(c: RunConfig) -> Mistakes:
     of_ratio = (None, 0, warmup_steps(train, train.steps or 0))
     if train.warmup_ratio is not None and train.warmup_steps not in of_ratio:
         values = "{train.warmup_ratio} and train.warmup_steps {train.warmup_steps}"
-        yield f"train.warmup_ratio {values} both give the length of the warm-up; set one of the two"
+        yield f"train.warmup_ratio {values} both give the length of the warmup; set one of the two"
     if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
         yield reason
     for name in train.schedule_params:

@@ -143,7 +143,7 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None, default: s
         key: the setting, for messages.
         text: its value.
         known: where to find what the setting has by name.
-        default: Meaning of null for the setting, for messages. None if it cannot be null.
+        default: Meaning of a null value, used in error messages. None if the setting cannot be null.
 
     Raises:
         UserError: if there is none, or it does not take the arguments.
@@ -157,7 +157,7 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None, default: s
             names = [*(known or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
                 f"{told}: there is no such name here; there are {', '.join(names)}, and package.module:name "
-                f"is one of your own{_near(named.name, known or {})}"
+                f"for custom code{_near(named.name, known or {})}"
             )
         place = parse((known or {})[named.name])
         named = Name(place.module, place.name, named.arguments)

@@ -113,10 +113,10 @@ def convert_library_errors(key: str) -> Iterator[None]:
 
 
 def describe_download_error(name: str, error: BaseException) -> str:
-    """Describe why a model, tokenizer or adapter of the hub could not be loaded.
+    """Describe why a model, tokenizer or adapter could not be loaded from the hub.
 
     Args:
-        name: Its name on the hub.
+        name: Name of the repository on the hub.
         error: Exception of transformers or huggingface_hub.
     """
     from huggingface_hub import constants
@@ -125,10 +125,10 @@ def describe_download_error(name: str, error: BaseException) -> str:
     if not any(isinstance(cause, LocalEntryNotFoundError) for cause in (error, error.__cause__)):
         return one_line(error)
     if constants.HF_HUB_OFFLINE:
-        return f"{name}: is not cached on this machine, and HF_HUB_OFFLINE is set; unset it, or give a folder"
+        return f"{name}: is not cached on this machine; unset HF_HUB_OFFLINE, or give a folder"
     return (
-        f"{name}: is not cached on this machine, and the hub cannot be reached; give a folder, or copy the "
-        f"cache of a machine that ran: hf download {name}"
+        f"{name}: is not cached on this machine, and the hub cannot be reached; give a folder, or run "
+        f"hf download {name} on another machine and copy its cache"
     )
 
 

@@ -49,7 +49,7 @@ _OTHER_BASES = {
 }
 # Models whose published names cannot be converted to the names in memory without the model.
 _EXCLUDED_TYPES = ("deepseek_v4",)
-_HAS_TEXT_CONFIG = "the class takes the text config, whose model type has a description of its own"
+_HAS_TEXT_CONFIG = "the class takes the text config, whose model type is described separately"
 _NEEDS_TIMM = "the vision tower needs timm, which is not installed"
 _AMBIGUOUS = "the config has two text configs"
 UNDESCRIBED = {

@@ -200,10 +200,10 @@ class ObjectStore:
 
     @contextmanager
     def counting_overlaps(self) -> Iterator[None]:
-        """Count how many requests run at once, how many run without any other, and the rounds.
+        """Count the requests that run at the same time, the requests that run alone, and the rounds.
 
-        The rounds are the length of the longest chain of requests, each of which begins after the end of the
-        previous one. However fast the client is, it waits at least that many times for an answer.
+        The number of rounds is the length of the longest chain in which each request begins after the
+        previous request has ended. Any client waits at least this number of times for an answer.
         """
         number = threading.get_ident()
         with self._lock:

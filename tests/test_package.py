@@ -1,4 +1,4 @@
-"""The wheel and the source archive, built, and the wheel tried outside the checkout, as after pip install."""
+"""Tests of the archives of a release: their metadata and contents, and commands of the installed wheel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the archives of a release, built with the installed setuptools, so without a network."""
+    """Build the archives of a release with the installed setuptools, which needs no network."""
     folder = tmp_path_factory.mktemp("package")
     checkout = folder / "checkout"
     files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")

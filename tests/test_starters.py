@@ -39,7 +39,7 @@ WIDE = {
 
 
 def write_data(task: str, folder: Path, corpus: Path) -> dict[str, Any]:
-    """Write a few hundred records for the starter of ``task``. Return the settings that name them."""
+    """Write a few hundred records for the starter of ``task``, and return the settings to use them."""
     if task in ("pretrain", "continued-pretraining"):
         return {"data.source": str(corpus)}
     if task == "classification":
@@ -55,7 +55,7 @@ def write_data(task: str, folder: Path, corpus: Path) -> dict[str, Any]:
 
 
 def check_final(task: str, final: Path, base: Path) -> None:
-    """Load an exported model with transformers or peft. Let it generate or classify."""
+    """Load an exported model with transformers or peft, and let the model generate or classify text."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -81,7 +81,7 @@ def test_a_starter_trains_a_few_hundred_chats(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Except for the lengths of sequences, only what a user has to change is changed."""
+    """The overrides are the settings that a user has to change, and a shorter sequence length."""
     monkeypatch.chdir(tmp_path)
     base = write_pretrained(tmp_path / "base", corpus)
     chats = write_conversations(tmp_path)
@@ -199,7 +199,7 @@ def test_config_for_a_device_is_as_the_planner_says(
 @pytest.mark.parametrize(
     ("count", "tokens_each", "expected"),
     [
-        (200, 60, (False, 256, 16)),  # packed, an epoch would be three sequences
+        (200, 60, (False, 256, 16)),  # if packed, an epoch would have only three sequences
         (400, 400, ("documents", 4096, 2)),
         (6000, 200, ("documents", 4096, 1)),
         (6000, 3000, ("documents", 4096, 12)),
@@ -251,7 +251,7 @@ def test_error_names_changes_that_fit(
     line = capsys.readouterr().err
     assert len(line.splitlines()) == 1
     assert not Path("run.yaml").exists()
-    remedies = re.findall(r"--\w+ [\w:-]+", line.partition("; take ")[2])
+    remedies = re.findall(r"--\w+ [\w:-]+", line.partition("; use ")[2])
     assert [remedy.split()[0] for remedy in remedies] == ["--task", "--device", "--device"]
     for number, remedy in enumerate(remedies):
         flag, value = remedy.split()

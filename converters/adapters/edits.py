@@ -42,7 +42,7 @@ def _get_product_buffer(count: int) -> Array:
 
 
 def _add_product(rows: Array, left: Array, right: Array) -> None:
-    """rows += left @ right, whose tiles fit the cache."""
+    """Add left @ right to rows, in tiles that fit into the cache."""
     rank, columns = right.shape
     width = max(32, min(1024, columns, _SMALL // (16 * rank)))
     height = max(1, _SMALL // (width * rank))
@@ -51,7 +51,7 @@ def _add_product(rows: Array, left: Array, right: Array) -> None:
     tiles, upper = product[:whole].reshape(-1, height, columns), left[:whole].reshape(-1, height, rank)
     for start in range(0, columns, width):
         inside = slice(start, start + width)
-        # One call for all tiles above each other: between two calls, threads wait for the interpreter's lock.
+        # Compute a column of tiles in one call, because threads wait for the GIL between two calls.
         np.matmul(upper, right[:, inside], out=tiles[:, :, inside])
         if whole < len(rows):
             np.matmul(left[whole:], right[:, inside], out=product[whole:, inside])

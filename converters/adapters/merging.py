@@ -60,13 +60,13 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
     check_mergeable(adapter)
     on = BaseChanges(adapter, base, dtype)
     _check_base(on)
-    with ThreadPoolExecutor(1) as pool:  # Hashing releases the interpreter's lock.
+    with ThreadPoolExecutor(1) as pool:  # hashing releases the GIL, so the two run in parallel
         hashing = pool.submit(lambda: adapter.digest)
         _apply(on)
         digest = hashing.result()
-    before = _list_merged(base)
-    if digest in {record.get("adapter") for record in before}:
-        raise CommandError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")
+    earlier = _list_merged(base)
+    if digest in {record.get("adapter") for record in earlier}:
+        raise CommandError(f"{base.root}: already contains the adapter {adapter.root} (see {MERGED})")
     untied = on.untied()
     tensors: dict[str, Tensor] = {}
     for name, tensor in base.tensors.items():
@@ -80,7 +80,7 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
         metadata=base.metadata,
         companions=_companions(adapter, base),
         config={**base.config, **on.config_changes},
-        documents={MERGED: _record(on, before, digest)},
+        documents={MERGED: _build_record(on, earlier, digest)},
         ties=False,
     )
 
@@ -142,12 +142,12 @@ def _companions(adapter: Adapter, base: Checkpoint) -> dict[str, Place]:
 def _check_base(on: BaseChanges) -> None:
     base, adapter = on.base, on.adapter
     if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
-        raise CommandError(f"{base.root}: holds an adapter; give the base model alone")
+        raise CommandError(f"{base.root}: contains an adapter; give only the base model")
     quantized = quantization_of(base)
     if quantized is not None:
         method = printable(quantized.get("quant_method"))[:40]
         raise CommandError(
-            f"{base.root}: is quantized ({method}); give the model that it was made from, or --dequantize"
+            f"{base.root}: is quantized ({method}); give the model before quantization, or add --dequantize"
         )
     recorded = adapter.base_fingerprint
     if recorded is not None and recorded != fingerprint(base):
@@ -162,14 +162,14 @@ def _list_merged(base: Checkpoint) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
 
 
-def _record(on: BaseChanges, before: list[dict[str, Any]], digest: str) -> bytes:
+def _build_record(on: BaseChanges, earlier: list[dict[str, Any]], digest: str) -> bytes:
     about = {
         "adapter": digest,
         "name": on.adapter.root.name,
         "type": on.config.type,
         "base": on.config.base,
     }
-    document = {"version": 1, "merged": [*before, about]}
+    document = {"version": 1, "merged": [*earlier, about]}
     return (json.dumps(document, indent=2) + "\n").encode()
 
 

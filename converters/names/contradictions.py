@@ -65,7 +65,7 @@ def find_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> li
     for part in (config, text if isinstance(text, dict) else {}):
         for key, value in part.items():
             if key == "head_dim" and value == 0 and part.get("qk_rope_head_dim") == 0:
-                continue  # With latent attention, head_dim is the size of the rotary part, if any.
+                continue  # With latent attention, head_dim is the size of the rotary part, which may be 0.
             wanted = None if value is None else _describe_valid(key, value, is_known, has_experts)
             if wanted is not None:
                 shown = json.dumps(value)

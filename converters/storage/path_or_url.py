@@ -62,13 +62,13 @@ def place(named: str | Place) -> Place:
 
 
 _MOST_NAMES = 10_000
-"""Most names of a folder that are compared with a misspelled one."""
+"""Maximum number of names in a folder that are compared with a misspelled name."""
 
 
 def suggest_path(path: Path) -> str:
     """Return `"; did you mean X?"` for a path that does not exist, or an empty string.
 
-    X is the most similar name in the nearest folder that exists.
+    X is the most similar name in the same folder.
     """
     import difflib  # only for an error, because it takes milliseconds
 

@@ -49,7 +49,7 @@ class UnconditionalError(RemoteError):
 
 
 def find_repository(url: str) -> str | None:
-    """Return the name of the repository of a web page on the Hugging Face Hub, or None for other URLs."""
+    """Return the name of the repository if a URL is its web page on the Hugging Face Hub, else None."""
     page = re.fullmatch(r"https?://huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)(/.*)?", url)
     return None if page is None else page[1]
 

@@ -58,7 +58,7 @@ class _EditedRows:
         self.lead: Shape = tensor.shape[:lead] or (1,)
         self.columns = prod(tensor.shape[lead:])
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
-        self._run = tensor.run()  # spares the search for boxes in each block
+        self._run = tensor.run()  # found once, because a search in each block is slow
         self._memory = threading.local()
 
     def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:

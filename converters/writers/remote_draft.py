@@ -65,7 +65,7 @@ def objects_of(folder: RemotePath) -> dict[str, Object]:
 
 
 def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
-    """CheckpointError if writing below `out` could destroy something."""
+    """Check that writing below `out` does not destroy other files."""
     if out.is_file():
         raise CommandError(f"{out}: is not a folder")
     if not out.exists():

@@ -223,14 +223,14 @@ class Adapter:
 
     @property
     def largest_rank(self) -> int:
-        """Largest rank of a LoRA. peft doubles the rank of stacked gate and up projections."""
+        """Largest LoRA rank. peft doubles the rank of a stacked gate and up projection."""
         ranks: list[int] = [self.config.r, *self.config.rank_pattern.values()]
         return max(ranks)
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether the adapter changes the parameters with all experts of a layer."""
-        return any(".base_layer.lora_" in name for name in self.files)  # peft nests both in one module
+        """Whether the adapter changes a parameter that contains all experts of a layer."""
+        return any(".base_layer.lora_" in name for name in self.files)  # peft nests the wrappers
 
     def of_others(self, checkpoint: Checkpoint) -> Checkpoint:
         """Another program's checkpoint of this adapter under the names of the model.
@@ -619,7 +619,7 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
             raise UserError(f"adapter.target_modules: {one_line(error)}; correct it") from error
         names = [name.strip() for name in targets.split(",")]
         if targets == "all":
-            remedy = "all-linear adapts every linear module"
+            remedy = "write all-linear to adapt every linear module"
         elif set(names) <= set(_last(linear)):
             remedy = f"write them as a list: [{', '.join(names)}]"
         else:

@@ -113,17 +113,17 @@ def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:
 
 
 def settle_defaults(config: RunConfig) -> RunConfig:
-    """Settle the settings that depend on the files of the adapter, the data and the model.
+    """Set the defaults that depend on the files of the adapter, the data and the model.
 
-    Data is not downloaded. If it is missing, its format is unknown.
+    Data is not downloaded. If the data is missing, ``data.format`` does not change.
 
     Raises:
-        UserError: for files that a run refuses.
+        UserError: If a run would refuse the files.
     """
     config = resolved(config)
     try:
         kind = recognise_format(config.data, config.model.task, downloads=False)
-    except MissingDataError:  # raised again by whatever reads the data
+    except MissingDataError:  # the code that reads the data raises the error again
         kind = config.data.format
     return choose_packing(models.choose_seq_len(config.replaced({"data.format": kind})))
 
@@ -131,22 +131,22 @@ def settle_defaults(config: RunConfig) -> RunConfig:
 def planned(
     config: RunConfig, *, with_data: bool = True
 ) -> tuple[RunConfig, PreTrainedModel, DataSizes | None]:
-    """Resolve a config as far as files on this machine allow, and build its model on the meta device.
+    """Resolve a config with the files on this machine, and build its model on the meta device.
 
     Args:
-        config: The config of the run.
+        config: Config of the run.
         with_data: Whether to read the data and the tokenizer, if they are on this machine.
 
     Returns:
-        The config, the model, and the sizes of the data. The sizes are None without the data.
+        The config, the model, and the sizes of the data. The sizes are None if the data is not read.
 
     Raises:
-        UserError: for what a run refuses.
+        UserError: If a run would refuse the config.
     """
     config = settle_defaults(config) if with_data else resolved(config)
-    training_loss(config)  # refuses one that is not there
+    training_loss(config)  # raises an error if the loss does not exist
     if with_data:
-        with suppress(MissingDataError):  # a machine without the data plans as well
+        with suppress(MissingDataError):  # a plan does not need the data
             assembled, sizes = looked_at(config)
             return config, assembled.model, sizes
     from portable.adapters.adapter import training_model

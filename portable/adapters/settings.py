@@ -219,9 +219,9 @@ def _read(path: Path, key: str, folder: Path | None) -> dict[str, Any]:
     """Read an ``adapter_config.json``.
 
     Args:
-        path: The file.
-        key: Setting that names the file or its folder, for messages.
-        folder: Folder that links may not leave, or None if the user named the file itself.
+        path: Path of the file.
+        key: Setting that names the file or its folder, used in error messages.
+        folder: Folder that links must not leave. None if the setting names the file.
     """
     try:
         with open_file(path, folder) as file:

@@ -1,4 +1,4 @@
-"""``--dry-run``: what the run would do, and the resolved config."""
+"""``--dry-run``: print what the run would do, and the resolved config."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def dry_run(resolved: Resolved) -> int:
         tell(line)
     say("# The config with every setting")
     say(dump_yaml(config))
-    say("# Where it was set; all else is a default, or follows from these")
+    say("# Where each setting was set; all others are defaults or derived from these")
     say(table([*config.came_from.items(), *_list_defaults(resolved)]) + "\n")
     say("# What this run will do")
     say(table(rows, columns(sys.stdout)))
@@ -79,7 +79,11 @@ def dry_run(resolved: Resolved) -> int:
 
 
 def _list_defaults(resolved: Resolved) -> list[tuple[str, str]]:
-    """List the settings that the run in the folder or the kind of training decides, with their origins."""
+    """List the settings whose values come from the existing run or from the kind of training.
+
+    Returns:
+        Pairs of a setting and a description of the origin of its value.
+    """
     config, kind = resolved.config, classify_training(resolved.config)
     rows = [(key, f"the run in {resolved.place}") for key in resolved.unset]
     defaults = [key for key, value in find_training_defaults(config).items() if config.get(key) == value]
@@ -151,7 +155,7 @@ def _plan_rows(
             if steps is None
             else describe_length(config, steps, data.train_samples),
         ),
-        *([] if steps is None else [("warm-up", describe_warmup(config, steps))]),
+        *([] if steps is None else [("warmup", describe_warmup(config, steps))]),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         ("beside each step", ", ".join(callback_order(config))),
         *begun,

@@ -33,18 +33,18 @@ examples:
   portable-train init --task lora --model Qwen/Qwen3-8B --device h100:8
   portable-train init run.yaml --for sky --device h100:8 --output_dir s3://bucket/run
 
-With --device, portable-plan chooses settings with which the run fits: 16 or 4 bits, micro-batch, activation
-checkpointing, strategy, and packing if --data names the data. Its figures are in the file's comments. Of the
-model, only config.json and the tokenizer are read.
+With --device, the planner chooses settings with which the run fits: a base in 16 or 4 bits, the micro-batch
+size, activation checkpointing, the strategy, and (with --data) packing. The comments of the file contain the
+plan. The weights of the model are not downloaded.
 """
 _CHEAPER = {"chat": ("lora",)}
-"""Tasks that need less memory, for the message of a task that does not fit."""
-_COMMENTS = 100
-"""Width of comments."""
+"""Tasks that need less memory, by task. The error message for a run that does not fit suggests them."""
+_COMMENT_WIDTH = 100
+"""Maximum width of a comment line, in characters."""
 
 
 def configs() -> Traversable:
-    """The folder ``configs``, which is no package: a module of that name is the user's."""
+    """Return the folder ``configs``. It is not a package, because users may have a module of that name."""
     return files("portable").joinpath("configs")
 
 
@@ -55,25 +55,29 @@ def schema(argv: Sequence[str]) -> int:
 
 
 def tasks() -> dict[str, str]:
-    """The starters in ``configs/starters``, by task."""
+    """Read the starters in ``configs/starters``, by task."""
     found = sorted(configs().joinpath("starters").iterdir(), key=lambda file: file.name)
     return {Path(file.name).stem: file.read_text("utf-8") for file in found if file.name.endswith(".yaml")}
 
 
 def _parser(templates: Collection[str], starters: Mapping[str, str], names: Collection[str]) -> Parser:
-    about = (
+    task_lines = (
         f"  {task:<22} {text.partition(': portable-train')[0].removeprefix('# ').partition('. ')[0]}"
         for task, text in starters.items()
     )
     parser = Parser(
         prog="portable-train init",
-        description="Write a short commented config to begin with. With --for: write the file that starts\n"
-        "the run of a config on rented machines, beside it.",
-        epilog="tasks:\n" + "\n".join(about) + "\n\n" + _EXAMPLES,
+        description="Write a short config with comments. With --for: write a file that starts the run of a\n"
+        "config on rented machines, into the folder of the config.",
+        epilog="tasks:\n" + "\n".join(task_lines) + "\n\n" + _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
-    parser.add_argument("--task", choices=names, metavar="TASK", help="one of those below; default: pretrain")
+    parser.add_argument(
+        "file", nargs="?", default="run.yaml", type=Path, help="path of the config; default: run.yaml"
+    )
+    parser.add_argument(
+        "--task", choices=names, metavar="TASK", help="one of the tasks below; default: pretrain"
+    )
     parser.add_argument("--model", metavar="NAME", help="hub id or folder of the model")
     parser.add_argument("--data", metavar="SOURCE", help="file, glob or hub dataset to train on")
     parser.add_argument(
@@ -81,13 +85,19 @@ def _parser(templates: Collection[str], starters: Mapping[str, str], names: Coll
         action="append",
         default=[],
         metavar="NAME[:COUNT]",
-        help="what the run is to fit on: 4090, a100-80gb, h100:8, v5e:8, or cpu for this machine's; with "
-        "--for, which machines are rented; sky and dstack take the one that is there if given again",
+        help="devices on which the run must fit: 4090, a100-80gb, h100:8, v5e:8, or cpu for the CPU of this "
+        "machine. With --for: machines to rent; if the option is repeated, sky and dstack choose one of them",
     )
-    parser.add_argument("--for", dest="target", choices=templates, help="for which program")
-    parser.add_argument("--output_dir", metavar="URL", help="of the run, in place of the config's")
-    parser.add_argument("--install", metavar="WHAT", help="what pip installs there; default: this version")
-    parser.add_argument("--on-demand", action="store_true", help="no machines that may be preempted")
+    parser.add_argument(
+        "--for", dest="target", choices=templates, help="program that starts the run on rented machines"
+    )
+    parser.add_argument(
+        "--output_dir", metavar="URL", help="output_dir of the run, instead of the value in the config"
+    )
+    parser.add_argument(
+        "--install", metavar="WHAT", help="argument of pip install on the machines; default: this version"
+    )
+    parser.add_argument("--on-demand", action="store_true", help="do not rent machines that may be preempted")
     return parser
 
 
@@ -95,10 +105,10 @@ def init(argv: Sequence[str]) -> int:
     """Write the starter of a task, and say how to go on.
 
     Args:
-        argv: the words after ``init``.
+        argv: Words after ``init`` on the command line.
 
     Raises:
-        UserError: if the file is there already, or cannot be written; or if the run does not fit the device.
+        UserError: If the file exists already or cannot be written, or if the run does not fit on the device.
     """
     starters = tasks()
     templates = targets(machines := configs().joinpath("machines"))
@@ -129,45 +139,47 @@ def init(argv: Sequence[str]) -> int:
         say(f"wrote {wrote}; its first lines say how to start it, from its folder")
         return 0
     require(len(options.device) < 2, "--device: given more than once; name one kind of device")
-    require(not file.exists(), f"init: {file} is there already; give another name")
+    require(not file.exists(), f"init: {file} exists already; give another name")
     task = names[options.task or "pretrain"]
     text = _fill(starters[task], file, options.model, options.data)
-    sized = ""
+    size_note = ""
     if options.device:
         cheaper = {
             f"--task {other}": _fill(starters[other], file, options.model, options.data)
             for other in _CHEAPER.get(task, ())
         }
-        text, sized = _size(text, options.device[0], cheaper, has_data=options.data is not None)
+        text, size_note = _size(text, options.device[0], cheaper, has_data=options.data is not None)
     text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
     write_new(file, text, "give another name")
     command = f"  portable-train --config {shlex.quote(str(file))}"
-    say(f"wrote {file}{sized}; edit it, then\n{command} --dry-run\n{command}")
-    if options.model is not None and not sized:
-        say("to size it for a device: portable-train init with --device 4090, h100:8, v5e:8 or cpu")
+    say(f"wrote {file}{size_note}; edit it, then\n{command} --dry-run\n{command}")
+    if options.model is not None and not size_note:
+        say("for settings that fit on a device, add --device, such as --device 4090, h100:8, v5e:8 or cpu")
     return 0
 
 
 def _fill(starter: str, file: Path, model: str | None, data: str | None) -> str:
-    """Fill in the names of the file and its run, the model and the data."""
+    """Fill the names of the file, the run, the model and the data into a starter."""
     folder = _to_yaml(f"runs/{file.stem}")
-    # Comments stand in one column.
+    # Keep the comments in one column.
     text = starter.replace("{name}#", f"{folder:<25} #", 1)
     text = text.replace("{file}", shlex.quote(str(file))).replace("{name}", folder)
     if model is not None:
-        architecture = "  name_or_path: null                  # only its architecture, with random weights\n"
+        architecture = (
+            "  name_or_path: null                  # only the architecture is used, with random weights\n"
+        )
         text = re.sub(r"(?s)  config: \{.*?\}[^\n]*\n", architecture + "  init: scratch\n", text, count=1)
         text = set_values(text, {"model.name_or_path": model})
     return text if data is None else set_values(text, {"data.source": data})
 
 
 def set_values(text: str, values: Mapping[str, Any]) -> str:
-    """Set values in a starter, whose settings have a line each. Comments stay in their column.
+    """Set values in a starter, and keep its comments in their column.
 
     Args:
-        text: The starter.
-        values: Values by dotted key. The starter has the keys of sections. Keys without a section are added
-            below ``output_dir``.
+        text: Text of the starter, with one line for each setting.
+        values: Values by dotted key. The starter must contain each key that belongs to a section. If another
+            key is missing, it is added below ``output_dir``.
     """
     lines = text.splitlines()
     for key, value in values.items():
@@ -190,13 +202,13 @@ def _to_yaml(value: object) -> str:
 
 
 def _size(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> tuple[str, str]:
-    """Set the values with which a config fits on a device, and describe the plan in comments.
+    """Set the values with which a config fits on a device, and add comments that describe the plan.
 
     Args:
-        text: The config.
-        device: ``NAME:COUNT``, the value of ``--device``.
-        cheaper: Configs that need less memory, by the flag that selects them.
-        has_data: Whether the config has the data of the user.
+        text: Text of the config.
+        device: Value of ``--device``, such as ``h100:8``.
+        cheaper: Texts of configs that need less memory, by the flag that selects them.
+        has_data: Whether the user has named the data.
 
     Returns:
         The config, and a phrase that names the device and the planned memory.
@@ -204,17 +216,20 @@ def _size(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool)
     from portable.commands.recipe import describe, find_recipe, measure_records
     from portable.planner.device_lookup import parse_devices
 
-    def read(text: str) -> RunConfig:
+    def parse_config(text: str) -> RunConfig:
         return load_config(parse(text, "starter").value)
 
     kind, count = parse_devices(device)
-    config = read(text)
+    config = parse_config(text)
     records = measure_records(config) if has_data else None
-    recipe = find_recipe(config, kind, count, records, {flag: read(other) for flag, other in cheaper.items()})
+    cheaper_configs = {flag: parse_config(other) for flag, other in cheaper.items()}
+    recipe = find_recipe(config, kind, count, records, cheaper_configs)
     comments = [
         line
         for sentence in describe(recipe)
-        for line in textwrap.wrap(sentence, _COMMENTS - 2, break_on_hyphens=False, break_long_words=False)
+        for line in textwrap.wrap(
+            sentence, _COMMENT_WIDTH - 2, break_on_hyphens=False, break_long_words=False
+        )
     ]
     title, rest = set_values(text, recipe.settings).split("\n", 1)
     phrase = f", sized for {count} x {kind.name}: {recipe.summary}"

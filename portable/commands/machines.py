@@ -177,7 +177,7 @@ def write_new(path: Path, text: str, remedy: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError(f"init: {path} is there already; {remedy}") from error
+        raise UserError(f"init: {path} exists already; {remedy}") from error
     except OSError as error:
         raise UserError(f"init: {path}: cannot write it: {error.strerror or error}") from error
 

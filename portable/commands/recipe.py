@@ -1,7 +1,7 @@
 """Settings with which a model fits on a device, for ``portable-train init --device``.
 
-The planner decides what fits, as in ``portable-plan``. This module lists the settings to try, from the best
-to the cheapest, and takes the first that the planner accepts.
+This module lists candidate settings, from the best to the cheapest. The planner computes the memory that each
+candidate needs, as in ``portable-plan``. The first candidate that fits is written into the config.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
 
 _LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = 4096, 1024
-"""Tokens of a sequence: more are rarely needed, and truncating to fewer would change what is learned."""
+"""Bounds of the sequence length, in tokens.
+
+Longer sequences are rarely needed. Shorter sequences would truncate too much of the data."""
 _TOKENS_AT_ONCE = 8192
-"""Tokens of a micro-batch from which on matrix products keep an accelerator busy."""
+"""Tokens of a micro-batch that are enough to keep an accelerator busy with matrix products."""
 _FEW_STEPS = 30
 """Optimizer steps below which a model hardly changes. Runs with fewer steps print a warning."""
 _RECORDS_READ = 5000
+"""Maximum number of records that are read to estimate the size of the data."""
 _BYTES_PER_TOKEN = 4
-"""Bytes of English text in a token, on average."""
+"""Average number of bytes of English text in a token."""
 _LARGER = 1.2
-"""Memory of a device that an error message suggests, relative to the device at hand."""
+"""Least memory of a device that an error message suggests, relative to the device that is too small."""
 _MOST_DEVICES = {"cuda": 8, "cpu": 1}
-"""Devices that an error message suggests at most, by backend; 64 for TPUs."""
+"""Largest number of devices that an error message suggests, by backend. For TPUs, the number is 64."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,10 @@ class Records:
     """Size of the training data.
 
     Attributes:
-        count: The number of records.
+        count: Number of records.
         tokens: Estimated tokens of all records.
         longest: Estimated tokens of the longest record.
-        measured: Whether the records have been read. Otherwise the figures are assumptions.
+        measured: Whether the records have been read. Otherwise, the other attributes are assumptions.
     """
 
     count: int
@@ -70,10 +73,10 @@ class Recipe:
 
     Attributes:
         settings: Values by dotted key, to write into the config.
-        planner: The planner of the config with these settings.
+        planner: Planner of the config with these settings.
         option: The planned memory.
-        work: The amount of training, if it is known.
-        rejected: The first candidate, if it does not fit: its settings, and the bytes that it needs.
+        work: The amount of training. None if it is unknown.
+        rejected: Settings of the best candidate, and the bytes that it needs. None if this candidate fits.
     """
 
     settings: dict[str, Any]
@@ -84,11 +87,12 @@ class Recipe:
 
     @property
     def summary(self) -> str:
-        """The planned memory of a device and its limit, as a phrase."""
+        """Planned and total memory of a device, such as ``about 18.4 GiB of 24.0 GiB``."""
         device, devices = self.planner.target.device, self.planner.target.cluster.devices
         assert device is not None
-        each = "" if devices == 1 else " on each"
-        return f"about {human_bytes(self.option.device_bytes.total)} of {human_bytes(device.memory)}{each}"
+        on_each = "" if devices == 1 else " on each"
+        planned = human_bytes(self.option.device_bytes.total)
+        return f"about {planned} of {human_bytes(device.memory)}{on_each}"
 
     @property
     def hours(self) -> Hours | None:
@@ -97,10 +101,10 @@ class Recipe:
 
 
 def measure_records(config: RunConfig) -> Records:
-    """Read the training data of ``config``, up to a number of records, and estimate its size.
+    """Read the first records of the training data, and estimate the size of the data.
 
     Raises:
-        UserError: The data cannot be read.
+        UserError: If the data cannot be read.
     """
     data = config.data.model_copy(
         update={"format": recognise_format(config.data, config.model.task, downloads=False)}
@@ -114,11 +118,11 @@ def measure_records(config: RunConfig) -> Records:
         for document in islice(source.documents(), _RECORDS_READ):
             length = len(f"{document.text}{document.target or ''}{document.pair or ''}".encode())
             count, size, longest = count + 1, size + length, max(longest, length)
-        stored = source.size_bytes
-        total = None if total is None or stored is None else total + stored
-    if count >= _RECORDS_READ and total is not None and size:  # the rest is as the part that was read
+        source_bytes = source.size_bytes
+        total = None if total is None or source_bytes is None else total + source_bytes
+    if count >= _RECORDS_READ and total is not None and size:  # the other records are about as long
         count, size = round(count * max(1.0, total / size)), max(size, total)
-    # The longest record may have more tokens per byte than English text, and the chat template adds some.
+    # The longest record may have more tokens per byte than English text, and the chat template adds tokens.
     return Records(count, max(1, size // _BYTES_PER_TOKEN), longest // (_BYTES_PER_TOKEN - 1) + 64)
 
 
@@ -126,8 +130,8 @@ class Sizing:
     """Search for settings with which a run fits.
 
     Args:
-        config: A starter with the model and the data of the user.
-        records: The size of its data. None if the user named no data.
+        config: Starter config with the user's model and data.
+        records: Size of the data. None if the user has not named any data.
     """
 
     def __init__(self, config: RunConfig, records: Records | None) -> None:
@@ -137,7 +141,7 @@ class Sizing:
         self._models: dict[tuple[object, ...], tuple[MetaModel, Work | None]] = {}
 
     def find(self, device: Device, devices: int) -> Recipe | None:
-        """Return the first candidate that fits on ``devices`` devices, or None."""
+        """Find the first candidate that fits on ``devices`` devices. Returns None if there is none."""
         rejected = None
         for settings in self.list_candidates(device, devices):
             planner, work = self._plan(settings, device, devices)
@@ -151,16 +155,19 @@ class Sizing:
             }
             if option.setting.strategy != self.config.strategy:
                 planned["strategy"] = option.setting.strategy
-            return Recipe(settings | planned, planner, option, self._work(settings) or work, rejected)
+            return Recipe(
+                settings | planned, planner, option, self._estimate_work(settings) or work, rejected
+            )
         return None
 
     def list_candidates(self, device: Device, devices: int) -> list[dict[str, Any]]:
-        """List the settings to try, from the best to the cheapest.
+        """List the candidates, from the best to the cheapest.
 
-        For each, the planner then chooses the strategy, the micro-batch and activation checkpointing, without
-        offloading, because the memory of the host is unknown. A frozen base in 16 bits comes before a
-        quantized base, which is slower and less exact, and a quantized base before shorter sequences, which
-        truncate the data.
+        The first candidate has a frozen base in 16 bits. A quantized base comes second, because it is slower
+        and less exact. Shorter sequences come last, because they truncate the data.
+
+        For each candidate, the planner chooses the strategy, the micro-batch size and activation
+        checkpointing. It does not use offloading, because the memory of the host is unknown.
         """
         adapter, data = self.config.adapter, self.config.data
         bases = [adapter.base]
@@ -171,23 +178,27 @@ class Sizing:
         lengths = [longest]
         while lengths[-1] // 2 >= _SHORTEST_SEQUENCE:
             lengths.append(lengths[-1] // 2)
-        same: dict[str, Any] = {"memory.activation_checkpointing": "none"}  # the planner turns it on
+        common: dict[str, Any] = {"memory.activation_checkpointing": "none"}  # the planner may turn it on
         if not device.bf16 and "cuda" in device.backends:
-            same["precision"] = "fp16"
+            common["precision"] = "fp16"
         if device.backends == ("cpu",):
-            same["backend"] = "cpu"
+            common["backend"] = "cpu"
         candidates = []
         for length in lengths:
             batch = self._choose_batch(length, devices)
             for base in bases:
                 quantized = {} if base == adapter.base else {"adapter.base": base}
-                candidates.append({**same, **quantized, **batch})
+                candidates.append({**common, **quantized, **batch})
         return candidates
 
     def suggest_changes(self, device: Device, devices: int) -> Iterator[str]:
-        """Yield the flags of the next larger number of devices and of the next larger device that suffice."""
-        most = min(_MOST_DEVICES.get(device.backends[0], 64), device.per_node)
-        counts = [2**power for power in range(1, 7) if devices < 2**power <= most]
+        """Yield up to two flags with which the run fits.
+
+        The first flag has the smallest sufficient number of the same devices, and the second flag has the
+        smallest sufficient device.
+        """
+        limit = min(_MOST_DEVICES.get(device.backends[0], 64), device.per_node)
+        counts = [2**power for power in range(1, 7) if devices < 2**power <= limit]
         larger = sorted(
             (
                 other
@@ -196,9 +207,9 @@ class Sizing:
             ),
             key=lambda other: other.memory,
         )
-        of_same = ((device, count) for count in counts)
-        of_larger = ((other, devices) for other in larger)
-        for choices in (of_same, of_larger):
+        more_devices = ((device, count) for count in counts)
+        larger_devices = ((other, devices) for other in larger)
+        for choices in (more_devices, larger_devices):
             for other, count in choices:
                 if self._fits_at_all(other, count):
                     yield f"--device {other.name}" + (f":{count}" if count > 1 else "")
@@ -207,8 +218,9 @@ class Sizing:
     def describe_least(self, device: Device, devices: int) -> str:
         """Describe the memory that the cheapest candidate needs, for an error message."""
         planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
-        usable = human_bytes(device.usable(devices))
-        return f"at least {human_bytes(planner.compute_least_bytes())}, and a run may fill {usable}"
+        least, usable = human_bytes(planner.compute_least_bytes()), human_bytes(device.usable(devices))
+        on_each = "" if devices == 1 else " on each"
+        return f"at least {least}{on_each}, and a run can use {usable}"
 
     def _fits_at_all(self, device: Device, devices: int) -> bool:
         planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
@@ -216,26 +228,26 @@ class Sizing:
 
     @property
     def _is_packable(self) -> bool:
-        """Whether the starter's sequences can contain several records, as those of language models can."""
+        """Whether a sequence can contain several records, as in the training of language models."""
         config = self.config
         return config.model.task == "causal-lm" and config.data.format in ("auto", "text", "messages")
 
     def _choose_batch(self, length: int, devices: int) -> dict[str, Any]:
-        """Choose the length of sequences, packing and batch sizes.
+        """Choose the sequence length, packing and batch sizes.
 
-        The starter's batch counts records. If the data is large enough for steps of that many records, they
-        are packed, and the batch becomes the number of sequences that contain them. Otherwise each record is
-        padded, in sequences as long as the longest record.
+        The batch size of the starter counts records. If there are enough records, they are packed, and the
+        chosen batch size is the number of packed sequences with as many records. Otherwise, the records are
+        padded to the length of the longest record.
         """
         records, train = self.records, self.config.train
         batch = train.global_batch_size
         settings: dict[str, Any] = {}
         if self.config.data.packing is not True and records is not None:
-            in_one = max(1.0, length * records.count / records.tokens)
-            steps = records.count * (train.epochs or 1) / max(batch, in_one * devices)
+            records_per_sequence = max(1.0, length * records.count / records.tokens)
+            steps = records.count * (train.epochs or 1) / max(batch, records_per_sequence * devices)
             mixing = explain_mixing(self._model_config, length)
             if self._is_packable and steps >= _FEW_STEPS and mixing is None:
-                batch = max(1, round(batch / in_one))
+                batch = max(1, round(batch / records_per_sequence))
                 settings["data.packing"] = "documents"
             else:
                 length = min(length, max(128, math.ceil(records.longest / 128) * 128))
@@ -243,13 +255,13 @@ class Sizing:
         elif records is not None:
             batch = max(1, min(batch, int(records.tokens / length * (train.epochs or 1) / _FEW_STEPS)))
         batch = math.ceil(batch / devices) * devices
-        sequences = 2 if self.config.data.format == "preference" else 1
-        at_once = max(1, _TOKENS_AT_ONCE // (length * sequences))
+        sequences_per_record = 2 if self.config.data.format == "preference" else 1
+        largest_micro_batch = max(1, _TOKENS_AT_ONCE // (length * sequences_per_record))
         return {
             "data.seq_len": length,
             **settings,
             "train.global_batch_size": batch,
-            "train.micro_batch_size": largest_divisor(batch // devices, at_once),
+            "train.micro_batch_size": largest_divisor(batch // devices, largest_micro_batch),
         }
 
     def _plan(self, settings: Mapping[str, Any], device: Device, devices: int) -> tuple[Planner, Work | None]:
@@ -260,8 +272,8 @@ class Sizing:
         model, work = self._models[key]
         return Planner(config, model, target), work
 
-    def _work(self, settings: Mapping[str, Any]) -> Work | None:
-        """Estimate the amount of training from the records. None if they have not been read."""
+    def _estimate_work(self, settings: Mapping[str, Any]) -> Work | None:
+        """Estimate the amount of training. Returns None if the records have not been read."""
         records, epochs = self.records, self.config.train.epochs
         if records is None or not records.measured or epochs is None:
             return None
@@ -282,15 +294,14 @@ def find_recipe(
     """Choose settings with which a run fits.
 
     Args:
-        config: The starter of a task, with the model and the data of the user.
-        device: The kind of device.
-        devices: The number of devices.
-        records: The size of the data. None if the user named no data.
-        cheaper: Starters that need less memory, by the flag that selects them.
+        config: Starter config of a task, with the user's model and data.
+        device: Kind of device.
+        devices: Number of devices.
+        records: Size of the data. None if the user has not named any data.
+        cheaper: Starter configs that need less memory, by the flag that selects them.
 
     Raises:
-        UserError: Nothing fits. The message names the smallest changes with which the planner finds that the
-            run fits.
+        UserError: If no candidate fits. The message names the smallest changes with which the run fits.
     """
     sizing = Sizing(config, records)
     recipe = sizing.find(device, devices)
@@ -301,30 +312,30 @@ def find_recipe(
     ]
     changes += sizing.suggest_changes(device, devices)
     count = f"{devices} x {device.name}"
-    remedy = f"take {' or '.join(changes)}" if changes else "take a smaller model"
+    remedy = f"use {' or '.join(changes)}" if changes else "use a smaller model"
     name = config.model.name_or_path or "the model"
     needed = sizing.describe_least(device, devices)
     raise UserError(f"--device: {name} does not fit on {count}: it needs {needed}; {remedy}")
 
 
 def describe(recipe: Recipe) -> list[str]:
-    """Describe a recipe and its plan, as sentences for the comments of a config."""
+    """Describe a recipe and its plan in sentences, which become the comments of a config."""
     planner, option = recipe.planner, recipe.option
     device, devices = planner.target.device, planner.target.cluster.devices
     assert device is not None
-    size = option.device_bytes
+    device_bytes = option.device_bytes
     parts = {
-        "parameters": size.parameters,
-        "gathered parameters": size.gathered,
-        "gradients": size.gradients,
-        "optimizer": size.optimizer,
-        "activations": size.activations,
+        "parameters": device_bytes.parameters,
+        "gathered parameters": device_bytes.gathered,
+        "gradients": device_bytes.gradients,
+        "optimizer": device_bytes.optimizer,
+        "activations": device_bytes.activations,
     }
-    listed = ", ".join(f"{name} {human_bytes(part)}" for name, part in parts.items() if part >= 1 << 20)
+    part_list = ", ".join(f"{name} {human_bytes(part)}" for name, part in parts.items() if part >= 1 << 20)
     lines = [
-        f"Sized by portable-plan for {devices} x {device.name}: {recipe.summary}: {listed}.",
-        f"A run may fill {human_bytes(device.usable(devices))}: the rest stays free, because activations may "
-        "need a tenth more than planned.",
+        f"Sized by portable-plan for {devices} x {device.name}: {recipe.summary} ({part_list}).",
+        f"A run can use {human_bytes(device.usable(devices))}. The rest stays free, because activations may "
+        "need a tenth more memory than planned.",
     ]
     if recipe.rejected is not None:
         settings, needed = recipe.rejected
@@ -332,12 +343,12 @@ def describe(recipe: Recipe) -> list[str]:
         shorter = settings["data.seq_len"] != recipe.settings["data.seq_len"]
         tokens = f"sequences of {settings['data.seq_len']} tokens" if shorter else ""
         reasons = " and ".join(filter(None, (base, tokens)))
-        lines.append(f"With {reasons}, it would need at least {human_bytes(needed)}.")
+        lines.append(f"With {reasons}, the run would need at least {human_bytes(needed)}.")
     if recipe.hours is not None and recipe.work is not None:
         low, high = device.reached.share
         duration = f"about {recipe.hours}" if recipe.hours.most * 60 > 1 else "less than a minute"
         lines.append(
-            f"Time: {duration} for {recipe.work.steps:,} steps, at {low:.0%} to {high:.0%} of the device's "
-            f"peak ({device.reached.source})."
+            f"Estimated time: {duration} for {recipe.work.steps:,} steps, at {low:.0%} to {high:.0%} of the "
+            f"device's peak ({device.reached.source})."
         )
     return lines

@@ -14,7 +14,7 @@ ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
-"""Schedules that have no warm-up; one of the user's has none, either."""
+"""Schedules that have no warmup; one of the user's has none, either."""
 CONVERSATIONS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``data.format`` for conversations."""
 PRETRAINING, CONTINUED, FINETUNING = "pretraining", "continued pretraining", "fine-tuning"
@@ -28,10 +28,10 @@ class DefaultByTraining:
     """Default of a setting for each kind of training.
 
     Attributes:
-        pretraining: From random weights.
-        continued: From pretrained weights, on plain text.
-        finetuning: Adapters, conversations, pairs, and other tasks from pretrained weights.
-        condition: When the default applies, for the reference. Empty: always.
+        pretraining: Default for training from random weights.
+        continued: Default for training pretrained weights on plain text.
+        finetuning: Default for adapters, conversations, pairs, and other tasks of pretrained models.
+        condition: Condition for the default, printed in the reference. Empty if the default always applies.
     """
 
     pretraining: Any
@@ -52,7 +52,7 @@ BY_TRAINING: dict[str, DefaultByTraining] = {
     "train.eval_every_epochs": DefaultByTraining(None, None, 1.0, "with train.epochs"),
     "checkpoint.every_epochs": DefaultByTraining(None, None, 1.0, "with train.epochs"),
     "data.seq_len": DefaultByTraining(
-        256, 4096, 4096, "for causal-lm, at most the positions of the model; otherwise 256"
+        256, 4096, 4096, "for causal-lm, limited by the positions of the model; otherwise 256"
     ),
 }
 """Settings whose default depends on the kind of training. The reasons are in docs/decisions.md."""
@@ -61,7 +61,7 @@ INSTEAD_OF = {
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
 }
-"""Settings that replace another one."""
+"""Settings by the setting that replaces them. Only one of the two is used."""
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -73,7 +73,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def warms_up(schedule: str) -> bool:
-    """Whether ``train.schedule`` uses the steps of the warm-up; user code, with a colon, does not."""
+    """Whether ``train.schedule`` uses the steps of the warmup; user code, with a colon, does not."""
     return schedule not in WITHOUT_WARMUP and ":" not in schedule
 
 
@@ -83,31 +83,32 @@ def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
         return math.ceil(total_steps * settings.warmup_ratio)
     if settings.warmup_steps is not None:
         return settings.warmup_steps
-    # A run of version 0.1 has null for both in its config.yaml, if train.epochs gives its length.
+    # Version 0.1 wrote null for both settings into the config.yaml of a run with train.epochs.
     return min(20, total_steps // 10) if warms_up(settings.schedule) else 0
 
 
 def classify_training(config: RunConfig) -> str:
-    """Return the kind of training, which decides about the defaults in :data:`BY_TRAINING`.
+    """Return the kind of training, which determines the defaults in :data:`BY_TRAINING`.
 
-    ``data.format`` auto counts as plain text: :func:`portable.run.resolve.resolve` replaces it by the format
-    of the first record before anything depends on it.
+    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve` replaces it by the format
+    of the first record before a default is used.
     """
     adapter, data, model = config.adapter, config.data, config.model
-    adapted = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
-    if adapted or data.format in (*CONVERSATIONS, "preference"):
+    has_adapter = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
+    if has_adapter or data.format in (*CONVERSATIONS, "preference"):
         return FINETUNING
     if model.from_scratch:
         return PRETRAINING
-    text = model.task in ("causal-lm", "masked-lm") and data.format in ("auto", "text")
-    return CONTINUED if text else FINETUNING
+    is_plain_text = model.task in ("causal-lm", "masked-lm") and data.format in ("auto", "text")
+    return CONTINUED if is_plain_text else FINETUNING
 
 
 def find_training_defaults(config: RunConfig) -> dict[str, Any]:
     """Return the defaults in :data:`BY_TRAINING` that apply to a run, by dotted key.
 
-    A setting is left out if the user set it or its alternative, or if the default of the schema remains.
-    ``data.seq_len`` also depends on the model, see :func:`portable.model.build.choose_seq_len`.
+    The result omits a setting if the user has set it or its alternative, or if the default of the schema
+    applies. It also omits ``data.seq_len``, which :func:`portable.model.build.choose_seq_len` chooses for the
+    model.
     """
     train, kind = config.train, classify_training(config)
     applies = {
@@ -118,12 +119,12 @@ def find_training_defaults(config: RunConfig) -> dict[str, Any]:
         "data.seq_len": False,
     }
     defaults = {key: default.get(kind) for key, default in BY_TRAINING.items() if applies.get(key, True)}
-    # If both are written as null, the config is the one of an earlier run: see warmup_steps.
-    null_too = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
+    # A ratio of null means the default. An earlier run with two nulls is an exception: see warmup_steps.
+    null_is_default = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
     return {
         key: value
         for key, value in defaults.items()
-        if not config.is_set(key) or (key in null_too and config.get(key) is None)
+        if not config.is_set(key) or (key in null_is_default and config.get(key) is None)
     }
 
 

@@ -119,11 +119,11 @@ def _setting(setting: keys.Setting, width: int) -> str:
 
 
 def describe_default(setting: keys.Setting, quote: str = "") -> str:
-    """Describe the default of a setting, for each kind of training if it depends on it.
+    """Describe the default of a setting, or the defaults for each kind of training if they differ.
 
     Args:
         setting: The setting.
-        quote: Character around values.
+        quote: Quotation mark around values.
     """
     default = BY_TRAINING.get(setting.key)
     if default is None:

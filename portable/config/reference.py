@@ -77,7 +77,7 @@ def _default(setting: keys.Setting) -> str:
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of the YAML file, with descriptions, for editors."""
     schema = RunConfig.model_json_schema(by_alias=True)
-    for key in BY_TRAINING:  # an editor would show a default that is not the one of most runs
+    for key in BY_TRAINING:  # the default of most runs differs from the default of the schema
         section, _, name = key.partition(".")
         setting = schema["$defs"][type(getattr(RunConfig(), section)).__name__]["properties"][name]
         del setting["default"]

@@ -48,9 +48,10 @@ LENGTH = ("train.steps", "train.epochs")
 """Settings for the length of a run. Only one of them is used."""
 _ALTERNATIVES = (LENGTH, *INSTEAD_OF.items())
 _HELD_OUT = "data.eval_fraction"
-_KEPT = ADJUSTABLE | {_HELD_OUT, *BY_TRAINING, *INSTEAD_OF.values()}
-"""Settings of a run that a launch keeps if it does not set them: their defaults depend on other settings, or
-differ between versions of this program."""
+_INHERITED = ADJUSTABLE | {_HELD_OUT, *BY_TRAINING, *INSTEAD_OF.values()}
+"""Settings that keep the value of the existing run if the command that continues the run does not set them.
+
+Their defaults depend on other settings or on the version of this program."""
 _MISSING = object()
 
 
@@ -125,24 +126,24 @@ def extends(a: RunConfig, b: RunConfig) -> bool:
 
 
 def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Find the settings that only differ because a launch does not set them.
+    """Find the settings that differ only because the new command does not set them.
 
     Args:
-        existing: Config of a run that has begun.
-        launched: Config of a launch that continues it, without defaults that depend on the model.
-        config: The same config with these defaults.
+        existing: Config of the existing run.
+        launched: Config of the command that continues the run, without defaults that depend on the model.
+        config: The same config with defaults that depend on the model.
 
     Returns:
         Values of the existing run by key. A setting is left out if its alternative is set, such as
         ``train.epochs`` for ``train.steps``.
     """
     values = {}
-    for key in sorted(_KEPT):
+    for key in sorted(_INHERITED):
         alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
         if any(map(launched.is_set_or_put, alternatives)):
             continue
         if key == _HELD_OUT and config.get(key) is not None:
-            continue  # 0, because of data.eval or data.stream
+            continue  # data.eval or data.stream sets the share to 0
         if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values

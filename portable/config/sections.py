@@ -363,9 +363,9 @@ class DataConfig(SourceConfig):
     conversations: pack whole texts, which do not see each other (causal-lm only). False, always so in
     seq2seq-lm and sequence-classification: one text per sequence, truncated or padded to data.seq_len."""
     eval_fraction: ProperFraction | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Share held out for evaluation: the end of the concatenated text, or, where it is not concatenated, a
-    fixed choice of records. Null: 0.01, but at least 16 sequences or records, and at most a fifth of a small
-    dataset. 0, the default with data.eval: nothing."""
+    """Share of the training data held out for evaluation: the end of the concatenated text, or a fixed choice
+    of records if texts are not concatenated. Null: 0.01, but at least 16 sequences or records, and at most a
+    fifth of the data. 0, the default with data.eval: none."""
     eval: EvaluationSources | None = None
     """Data to evaluate on: a source, as in {source: test.jsonl} or {split: validation}, or several by name,
     as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set what is marked ‡; the rest is
@@ -464,22 +464,22 @@ class TrainConfig(Section):
     """Freeze the parameters in whose names one of these regular expressions is found, such as embed_tokens;
     also those of train.trainable."""
     learning_rate: LearningRate = Field(default=3e-4, json_schema_extra=IDENTITY)
-    """Highest learning rate, reached at the end of the warm-up."""
+    """Highest learning rate, reached at the end of the warmup."""
     min_learning_rate_ratio: Fraction = Field(default=0.0, json_schema_extra=IDENTITY)
     """Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of train.learning_rate."""
     schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
-    """Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate until the last
+    """Decay of the learning rate after the warmup; wsd (warmup-stable-decay) keeps the rate until the last
     part of the run. Capitalized names are DeepSpeed's schedulers, on any backend (OneCycle and LRRangeTest
     under ZeRO). Or package.module:name, a function or class of your own."""
     schedule_params: OpenMapping = Field(default_factory=dict, json_schema_extra=IDENTITY)
     """More parameters of a schedule. wsd: decay_ratio (0.2 of all steps), decay_type and warmup_type (linear,
-    cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warm-up). DeepSpeed's have its names;
+    cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warmup). DeepSpeed's have its names;
     train.learning_rate is the peak of OneCycle and the first rate of LRRangeTest."""
     warmup_steps: Steps | None = Field(default=None, json_schema_extra=IDENTITY)
     """Steps over which the learning rate rises from zero, linearly unless the schedule defines another shape.
-    Null: train.warmup_ratio of all steps."""
+    Null: train.warmup_ratio is used."""
     warmup_ratio: Fraction | None = Field(default=None, json_schema_extra=IDENTITY)
-    """The warm-up as a share of all steps, rounded up, instead of train.warmup_steps."""
+    """The warmup as a share of all steps, rounded up, instead of train.warmup_steps."""
     weight_decay: WeightDecay = Field(default=0.1, json_schema_extra=IDENTITY)
     """Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled for adamw and
     muon, added to the gradient for sgd."""

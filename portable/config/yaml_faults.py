@@ -1,7 +1,7 @@
-"""Explain why a YAML file is not valid, with the line to correct.
+"""Explain mistakes in the syntax of a YAML file, with the line to correct.
 
-PyYAML reports where its parser stopped, which is often a line after the mistake, in the terms of the YAML
-specification. A person who forgot a colon needs the line without the colon.
+PyYAML reports the line in which its parser stopped, in the terms of the YAML specification. The mistake is
+often in an earlier line: if a colon is missing, for example, the parser stops at a later colon.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ class Fault(NamedTuple):
     """A mistake in a YAML file."""
 
     line: int
-    """Line number, from 0."""
+    """Line number, starting at 0."""
 
     reason: str
     remedy: str
 
 
 def explain_fault(error: yaml.MarkedYAMLError, text: str) -> Fault:
-    """Find the mistake that made the parser stop.
+    """Find the mistake because of which the parser stopped.
 
     Args:
-        error: The parser's error. Its `problem_mark` is set.
-        text: The whole document.
+        error: Error of the parser, with a `problem_mark`.
+        text: The YAML document.
     """
     lines = text.splitlines() or [""]
     mark = error.problem_mark
     assert mark is not None
     problem, context = str(error.problem), str(error.context)
-    stopped = min(mark.line, len(lines) - 1)
-    start = error.context_mark or mark
-    started = min(start.line, len(lines) - 1)
+    error_line = min(mark.line, len(lines) - 1)
+    start_mark = error.context_mark or mark
+    start_line = min(start_mark.line, len(lines) - 1)
     if "\\t" in problem:
-        return Fault(stopped, "a tab", "indent with spaces")
+        return Fault(error_line, "a tab", "indent with spaces")
     if match := re.match(r"found character '(.)' that cannot start", problem):
-        return Fault(stopped, f"a text that begins with {match[1]}", "put it in quotes")
+        return Fault(error_line, f"a text that begins with {match[1]}", "put the text in quotes")
     if "expected ':'" in problem:
-        return _explain_missing_colon(lines, started)
+        return _explain_missing_colon(lines, start_line)
     if problem.startswith("mapping values"):
-        return _explain_unexpected_colon(lines, stopped, mark.column)
+        return _explain_unexpected_colon(lines, error_line, mark.column)
     if "quoted scalar" in context:
-        quote = lines[started][start.column : start.column + 1]
-        return Fault(started, "a quote is not closed", f"write another {quote} at the end of the text")
+        quote = lines[start_line][start_mark.column : start_mark.column + 1]
+        return Fault(start_line, "a quote is not closed", f"write another {quote} at the end of the text")
     if "flow sequence" in context or "flow mapping" in context:
-        bracket, closing = ("[", "]") if "sequence" in context else ("{", "}")
-        return Fault(started, f"the bracket {bracket} is not closed", f"write {closing} where it ends")
+        bracket, closing, value = ("[", "]", "list") if "sequence" in context else ("{", "}", "mapping")
+        remedy = f"write {closing} at the end of the {value}"
+        return Fault(start_line, f"the bracket {bracket} is not closed", remedy)
     if "block mapping" in context or "block collection" in context:
-        return _explain_indentation(lines, stopped, mark.column)
-    return Fault(stopped, problem, "check indentation, quotes and brackets")
+        return _explain_indentation(lines, error_line, mark.column)
+    return Fault(error_line, problem, "check indentation, quotes and brackets")
 
 
 def _explain_missing_colon(lines: list[str], number: int) -> Fault:
@@ -63,32 +64,35 @@ def _explain_missing_colon(lines: list[str], number: int) -> Fault:
 
 
 def _explain_unexpected_colon(lines: list[str], number: int, column: int) -> Fault:
-    """Explain a colon in a value: of a line that is indented too far, or of a text without quotes."""
+    """Explain a colon that the parser does not expect.
+
+    The line has two colons, the line above has none, or the line is indented too far.
+    """
     before = lines[number][:column]
     if match := re.search(r":\s+(?!['\"\[{])(\S.*)$", before):  # a second colon in the same line
         value = match[1] + lines[number][column:]
         return Fault(
             number,
             f"a second colon in {value.strip()[:60]!r}",
-            "put a text with a colon in quotes, and each key on a line of its own",
+            "put a text with a colon in quotes, and write each key on a separate line",
         )
     above = next((line for line in range(number - 1, -1, -1) if _has_content(lines[line])), None)
     if above is None:
-        return Fault(number, "a colon that ends no key", "check indentation, quotes and brackets")
+        return Fault(number, "a colon that does not follow a key", "check indentation, quotes and brackets")
     if ":" not in lines[above]:
         return _explain_missing_colon(lines, above)
     if _count_spaces(lines[number]) > _count_spaces(lines[above]):
         return _explain_indentation(lines, number, column)
-    return Fault(number, "a colon that ends no key", "check indentation, quotes and brackets")
+    return Fault(number, "a colon that does not follow a key", "check indentation, quotes and brackets")
 
 
 def _explain_indentation(lines: list[str], number: int, column: int = 0) -> Fault:
-    """Explain a line with another indentation than its neighbors, or text after the end of a value."""
+    """Explain a line whose indentation differs from the line above, or text after the end of a value."""
     above = next((line for line in range(number - 1, -1, -1) if _has_content(lines[line])), number)
     spaces = _count_spaces(lines[number])
     if above == number or spaces == _count_spaces(lines[above]):
         reason = f"{lines[number][column:].strip()[:60]!r} after the end of a value"
-        return Fault(number, reason, "put the whole value in quotes, or remove it")
+        return Fault(number, reason, "put the whole value in quotes, or remove this text")
     return Fault(
         number,
         f"this line begins with {spaces} spaces, and line {above + 1} with {_count_spaces(lines[above])}",

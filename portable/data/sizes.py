@@ -38,7 +38,7 @@ class DataSizes:
     train_samples: int | None = None
     eval_samples: int | None = None
     held_out: int | None = None
-    """Records that are held out. Packed together, they are fewer samples."""
+    """Number of held-out records. If they are packed, there are fewer held-out samples than records."""
     cut: float = 0.0
     """The share of truncated tokens in documents longer than ``seq_len``."""
     waste: float | None = None
@@ -90,7 +90,7 @@ class DataSizes:
         return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
 
     def describe_held_out(self) -> str:
-        """Describe what is held out, such as ``2 to evaluate (16 documents)``."""
+        """Describe the held-out data, such as ``2 to evaluate (16 documents)``."""
         packed = f" ({human_count(self.held_out or 0, 'document')})" if self.packing == "documents" else ""
         return f"{self.eval_samples:,} to evaluate{packed}"
 

@@ -599,7 +599,7 @@ def changed(model: PreTrainedModel, function: str, saved: PretrainedConfig | Non
 
 
 _PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
-"""A package in the advice of transformers, which may name several."""
+"""Package in an error message of transformers, which may advise to install several packages."""
 
 
 def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
@@ -618,7 +618,8 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
     if isinstance(error, KeyError) and error.args:
         for path, value in iter_values(config.to_dict()):
             if isinstance(value, str) and value == error.args[0]:
-                return f"{key}: {'.'.join(path)} is {value!r}, which transformers does not know; change it"
+                name = ".".join(path)
+                return f"{key}: {name} is {value!r}, which transformers does not support; change {name}"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{key}: building the model failed ({kind}{one_line(error)}); check its sizes and names"
 
@@ -698,10 +699,10 @@ def positions(config: PretrainedConfig) -> int | None:
 
 
 def choose_seq_len(config: RunConfig) -> RunConfig:
-    """Choose the default of ``data.seq_len`` of a causal language model that does not start from scratch.
+    """Choose the default of ``data.seq_len`` for fine-tuning or continued pretraining of a causal-lm model.
 
-    The default is the number of positions of the model, up to the length in
-    :data:`portable.config.derived.BY_TRAINING`. A value that the user has set is not changed.
+    The default is the number of positions of the model, but at most the length in
+    :data:`portable.config.derived.BY_TRAINING`. If the user has set a value, the value does not change.
 
     Args:
         config: Config of the run, with the format of the data.
@@ -710,15 +711,15 @@ def choose_seq_len(config: RunConfig) -> RunConfig:
         The config with the default.
     """
     length = BY_TRAINING["data.seq_len"].get(classify_training(config))
-    other = config.model.task != "causal-lm" or config.data.format == "samples"
-    if other or config.is_set_or_put("data.seq_len") or length == config.data.seq_len:
+    has_fixed_default = config.model.task != "causal-lm" or config.data.format == "samples"
+    if has_fixed_default or config.is_set_or_put("data.seq_len") or length == config.data.seq_len:
         return config
     try:
         bound = positions(model_config(config.model))
-    except UserError:  # building the model reports the error
+    except UserError:  # raised again when the model is built
         return config
     length = length if bound is None else min(length, bound)
-    # A multiple, because some tables of positions have two rows more than positions.
+    # Round down, because the position tables of some models have two more rows than positions.
     multiple = 8 * config.context_parallel_size
     return config.replaced({"data.seq_len": length // multiple * multiple or length})
 

@@ -96,7 +96,7 @@ RULES = (
 
 
 def check_config_values(where: str, values: Mapping[str, Any]) -> None:
-    """Check the numbers of a model config, also of its parts.
+    """Check the numbers, dtypes and RoPE settings in a model config and its nested configs.
 
     Args:
         where: Begin of the message, such as "model.config".
@@ -130,11 +130,11 @@ def _refusal(where: str, path: tuple[str, ...], value: Any, remedy: str) -> User
 
 
 def iter_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the keys and the value of each scalar of a model config, also of its parts.
+    """Yield the keys and the value of each scalar in a model config and its nested configs.
 
-    Settings that must be scalars are yielded as they are, even if they are containers.
+    A RoPE setting that must be a scalar is also yielded if it is a container, so that it can be refused.
     """
-    # A dtype is never a container, except one name for each part of a composite model.
+    # A dtype is only a container in a composite model, which may have one name for each part.
     pending: list[tuple[tuple[str, ...], Any]] = [((str(key),), value) for key, value in values.items()]
     while pending:
         path, value = pending.pop()
@@ -149,12 +149,12 @@ def iter_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], An
 
 
 def _is_rope_type(path: tuple[str, ...]) -> bool:
-    """Return whether a setting is the type of a RoPE, also of one kind of layer."""
+    """Return whether a setting is a RoPE type, also inside the settings of one layer type."""
     return path[-1] in _ROPE_TYPES and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 
 def _is_rope_number(path: tuple[str, ...]) -> bool:
-    """Return whether a setting is a number of a RoPE, also of one kind of layer."""
+    """Return whether a setting is a RoPE number, also inside the settings of one layer type."""
     return path[-1] in _ROPE_NUMBERS and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 

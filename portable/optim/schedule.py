@@ -368,9 +368,9 @@ def cycle_of(settings: TrainConfig) -> OneCycle | None:
 
 
 def too_long_a_warmup(settings: TrainConfig, total_steps: int) -> str | None:
-    """Why the warm-up does not fit into a run, in one line; None if it does."""
+    """Why the warmup does not fit into a run, in one line; None if it does."""
     steps = settings.warmup_steps or 0
-    # WarmupLR only warms up, so a run may end during the warm-up.
+    # WarmupLR only warms up, so a run may end during the warmup.
     if steps <= total_steps or settings.schedule == "WarmupLR":
         return None
     asked = "" if settings.epochs is None else f" (train.epochs {settings.epochs:g})"

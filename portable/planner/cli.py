@@ -162,7 +162,6 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )
     config = settle(config)
-    config = settle(config)
     models: dict[str, tuple[MetaModel, Work | None]] = {}
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():

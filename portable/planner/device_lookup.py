@@ -80,7 +80,7 @@ def known_devices() -> dict[str, Device]:
 
 _MAKERS = re.compile("^(nvidia-|amd-|google-|tpu-)?(geforce-|instinct-)?(tesla-|rtx-?)?")
 _VARIANTS = re.compile(r"-?(sxm\d?|hbm\de?|oam|pcie)(?=-|$)")
-"""Variants of a card in the names of drivers. Variants with other figures have names of their own."""
+"""Variants of a card in the names that drivers report. Variants that differ in speed have separate names."""
 _APPLE = re.compile("(apple-)?m[1-9](-?(pro|max|ultra))?|mps")
 
 
@@ -89,10 +89,10 @@ def named(name: str, flag: str = "--device") -> Device:
 
     Args:
         name: Name of the device. ``cpu`` is the CPU of this machine.
-        flag: Where the name was given, used in error messages.
+        flag: Option or setting that contains the name, used in error messages.
 
     Raises:
-        UserError: No device has that name. The message suggests one or lists all.
+        UserError: If no device has this name. The message suggests a similar name or lists all names.
     """
     known = known_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
@@ -112,28 +112,33 @@ def named(name: str, flag: str = "--device") -> Device:
         if candidate in known:
             return known[candidate]
     if _APPLE.fullmatch(key):
-        raise UserError(f"{flag}: no backend drives Apple GPUs; write cpu to train on the CPU")
+        raise UserError(f"{flag}: no backend supports Apple GPUs; use cpu to train on the CPU")
     hint = did_you_mean(plain, known) or f"; known are {', '.join(known)}, cpu"
     other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
     raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
 
 
 def parse_devices(text: str) -> tuple[Device, int]:
-    """Parse ``NAME:COUNT``, the value of ``--device``. Without a count, it is one device.
+    """Parse the value of ``--device``, such as ``h100:8``.
+
+    Returns:
+        The device, and the number of devices, which is 1 if the value has no count.
 
     Raises:
-        UserError: No device has that name, or the count is not a positive number.
+        UserError: If no device has this name, or if the count is not a positive number.
     """
     name, _, digits = text.partition(":")
     if digits and not (digits.isdecimal() and int(digits)):
-        raise UserError(f"--device: {text}: write NAME:COUNT, h100:8")
+        raise UserError(
+            f"--device: {text}: the count is not a positive number; write NAME:COUNT, such as h100:8"
+        )
     device, count = named(name, f"--device: {text}"), int(digits or 1)
     # Ranks on the CPU share the memory of the machine.
     return (device.with_memory(device.memory // count) if device.backends == ("cpu",) else device), count
 
 
 def _describe_cpu() -> Device:
-    """Describe this machine's CPU, whose memory a container may limit."""
+    """Describe the CPU of this machine, with the memory limit of the container if there is one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else ""

@@ -311,14 +311,14 @@ class Planner:
         return self._may_fit(setting) and bool(self.option(setting, micro_batch=1, recompute="full").fits)
 
     def compute_least_bytes(self) -> int:
-        """Compute the device memory of the cheapest setting, in bytes.
+        """Compute the smallest device memory of a plan without offloading, in bytes.
 
-        It is without offloading, with micro-batches of one sequence, and recomputes all activations.
+        Such a plan has micro-batches of one sequence and recomputes all activations.
         """
         sizes = []
         for setting in self._footprint_module.settings(self.config, self.target.cluster):
             if not setting.offloaded:
-                with suppress(UserError):  # the setting contradicts another part of the config
+                with suppress(UserError):  # the strategy contradicts another setting
                     sizes.append(self.option(setting, micro_batch=1, recompute="full").device_bytes.total)
         return min(sizes)
 

@@ -1,4 +1,4 @@
-"""Prepare a plan: the target that a config is planned for, and the model on the meta device."""
+"""Prepare a plan: choose the target devices, and build the model on the meta device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def choose_target(
     """Choose the backend for a kind of device, and resolve the config for it.
 
     Args:
-        config: The config of the run.
-        device: The kind of device. None if it is unknown.
-        devices: The number of devices.
+        config: Config of the run.
+        device: Kind of device. None if it is unknown.
+        devices: Number of devices.
         host_memory: Memory of a node, in bytes. None if it is unknown.
         notes: Whether to print the backend's notes on the config.
 
@@ -39,14 +39,15 @@ def choose_target(
         The config as the target would run it, and the target.
 
     Raises:
-        UserError: The config names a backend that does not drive the device, or its batch cannot be divided.
+        UserError: If the config names a backend that does not drive the device, or if the batch cannot be
+            divided among the devices.
     """
     backend: str = config.backend
     if device is not None and backend not in device.backends:
         backend = device.backends[0]
     # The CPU backend lists no devices, so a config for it may be planned for any device.
-    listed = config.backend != "auto" and backend_package(config.backend).devices()
-    if device is not None and listed and config.backend != backend:
+    lists_devices = config.backend != "auto" and backend_package(config.backend).devices()
+    if device is not None and lists_devices and config.backend != backend:
         raise UserError(
             f"--device: {device.name} needs backend {backend}, but backend is {config.backend}; "
             "remove one of the two"
@@ -54,8 +55,9 @@ def choose_target(
     backend = PLANNED_FOR_AUTO if backend == "auto" else backend
     cluster = Cluster(devices, device.per_node if device is not None else 8)
     target = Target(backend, cluster, device, host_memory)
-    dividing = config.replaced({"train.micro_batch_size": 1})
-    plan_batches(dividing, world_size=1, rank=0, devices_per_rank=devices)  # refuses what cannot be divided
+    # Raise an error if the batch cannot be divided among the devices.
+    smallest = config.replaced({"train.micro_batch_size": 1})
+    plan_batches(smallest, world_size=1, rank=0, devices_per_rank=devices)
     config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
     for note in backend_package(backend).notes(config) if notes else ():
         tell(f"note: {note}")
@@ -65,7 +67,7 @@ def choose_target(
 
 
 def settle(config: RunConfig) -> RunConfig:
-    """Settle the defaults that depend on the data and the model, on which the memory depends."""
+    """Set the defaults that depend on the data and the model, because the memory depends on their values."""
     with loading():
         from portable.adapters.assemble import settle_defaults
     return settle_defaults(config)
@@ -75,12 +77,12 @@ def build_meta_model(config: RunConfig, *, with_data: bool = True) -> tuple[Meta
     """Build the model on the meta device, and compute the amount of training.
 
     Args:
-        config: The config of the run.
+        config: Config of the run.
         with_data: Whether to read the data and the tokenizer, if they are on this machine.
 
     Returns:
-        The model, and the work of the run. The work is None without the data, unless the
-        config has a number of steps.
+        The model, and the amount of training. Without the data, the amount is None unless ``train.steps`` is
+        set.
     """
     with loading():
         from portable.adapters.assemble import planned

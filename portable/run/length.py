@@ -1,4 +1,4 @@
-"""The length of a run in words, and a warning about runs with very few steps."""
+"""Descriptions of the length of a run, and warnings about few steps and rare checkpoints."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ if TYPE_CHECKING:
 
 SEQ_LEN = "data.seq_len"
 FEW_STEPS = 30
-"""Runs over the whole data with fewer optimizer steps hardly change a model."""
+"""Optimizer steps below which a run over all data hardly changes a model."""
 MANY_STEPS = 1000
-"""With more steps between checkpoints, a crash loses much."""
+"""Steps between checkpoints above which a run prints a warning, because a crash would lose them."""
 
 
 def describe_warmup(config: RunConfig, steps: int) -> str:
-    """Describe the warm-up of the learning rate, such as ``6 steps, train.warmup_ratio 0.03``."""
+    """Describe the warmup of the learning rate, such as ``6 steps, train.warmup_ratio 0.03``."""
     train = config.train
     ratio = "" if train.warmup_ratio is None else f", train.warmup_ratio {train.warmup_ratio:g}"
     return f"{human_count(warmup_steps(train, steps), 'step')}{ratio}"
 
 
 def explain_seq_len(resolved: Resolved, positions: int | None) -> str | None:
-    """Explain the default of ``data.seq_len`` if it follows from the model.
+    """Explain the value of ``data.seq_len`` if it was chosen for the model.
 
     Args:
         resolved: The resolved run.
-        positions: Positions of the model. None if it has no bound.
+        positions: Number of positions of the model. None if the number is not limited.
 
     Returns:
-        The text of a note. None if the user, an existing run or the kind of training decides.
+        The text of a note. None if the user, the existing run or the kind of training determines the value.
     """
     config = resolved.config
-    chosen = config.is_set_or_put(SEQ_LEN) and not config.is_set(SEQ_LEN) and SEQ_LEN not in resolved.unset
-    if not chosen:
+    is_chosen = config.is_set_or_put(SEQ_LEN) and not config.is_set(SEQ_LEN) and SEQ_LEN not in resolved.unset
+    if not is_chosen:
         return None
-    length, most = config.data.seq_len, BY_TRAINING[SEQ_LEN].get(classify_training(config))
-    bound = "has no limit" if positions is None else f"has {positions:,} positions"
+    length, longest = config.data.seq_len, BY_TRAINING[SEQ_LEN].get(classify_training(config))
+    bound = "has no maximum length" if positions is None else f"has {positions:,} positions"
     padded = "" if config.data.packing else ", and every sample is padded to this length"
-    return f"{SEQ_LEN} is {length:,}, because the model {bound} and the default is at most {most:,}{padded}"
+    return (
+        f"{SEQ_LEN} is {length:,}, because the model {bound} and the default is at most {longest:,}{padded}"
+    )
 
 
 def describe_length(config: RunConfig, steps: int, samples: int | None) -> str:
@@ -101,7 +103,7 @@ def warn_of_rare_checkpoints(config: RunConfig, samples: int | None) -> str | No
         return None
     return (
         f"checkpoint.every_epochs: an epoch has {steps:,} steps, and a crash loses the steps since the last "
-        "checkpoint; set checkpoint.every_steps, such as 500"
+        "checkpoint; set checkpoint.every_steps, for example to 500"
     )
 
 

@@ -218,8 +218,8 @@ def notes_on(
         lines.append(f"note: {length}")
     if resolved.config.data.format == "auto":
         lines.append(
-            "note: data.format is known once the data is downloaded; with conversations or pairs, defaults "
-            "of fine-tuning apply"
+            "note: data.format is detected after the data is downloaded; if the data has conversations or "
+            "pairs, the defaults for fine-tuning apply"
         )
     if assembled.aligned:
         taken = "; ".join(assembled.aligned)

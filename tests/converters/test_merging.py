@@ -393,7 +393,7 @@ def test_merging_twice_is_refused_and_another_adapter_is_not(
     # Not even after a conversion of the merged model.
     assert main([str(pair.out), str(tmp_path / "half"), "--dtype", "bfloat16", "--quiet"]) == 0
     pair.base, pair.out = tmp_path / "half", tmp_path / "again"
-    assert "is merged into it already" in refused(pair, capsys)
+    assert "already contains the adapter" in refused(pair, capsys)
     change(pair, lambda tensors: {name: value * 2 for name, value in tensors.items()})
     pair.merge()
     record = json.loads((pair.out / "merged_adapters.json").read_text())
@@ -480,7 +480,7 @@ def test_what_else_is_no_base_or_no_adapter(
     assert "holds the adapter alone" in refused(pair, capsys)
     pair.base = tmp_path / "other"
     shutil.copytree(pair.adapter, pair.base)
-    assert "give the base model alone" in refused(pair, capsys)
+    assert "give only the base model" in refused(pair, capsys)
     pair.base, adapter = base, pair.adapter
     pair.adapter = tmp_path / "model"
     shutil.copytree(base, pair.adapter)

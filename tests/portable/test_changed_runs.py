@@ -257,7 +257,7 @@ TALK = (
 )
 LONG_MODEL: dict[str, Any] = {**TINY_MODEL, "max_position_embeddings": 512}
 CHATS = ("model.name_or_path", "adapter.type", "data.source", "data.chat_template")
-"""Settings of the command that began the run in earlier_config.yaml, besides its length."""
+"""Settings of the command that started the run in earlier_config.yaml, without its length."""
 COMMAND = [
     *("backend", "precision", "output_dir", "data.cache_dir", "train.global_batch_size"),
     *("log.trackers", "log.every_steps", "log.sample_tokens"),
@@ -294,7 +294,7 @@ COMMAND = [
 def test_run_keeps_the_defaults_of_the_version_that_began_it(
     command: tuple[str, ...], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same command continues the run, although its defaults are other ones by now."""
+    """The same command continues the run, although the defaults have changed since."""
     base = write_pretrained(tmp_path / "base", write_corpus(tmp_path)) / "config.json"
     base.write_text(json.dumps(json.loads(base.read_text()) | {"max_position_embeddings": 512}))
     (tmp_path / "talk.jinja").write_text(TALK)
@@ -306,14 +306,16 @@ def test_run_keeps_the_defaults_of_the_version_that_began_it(
     }
     (tmp_path / "earlier.yaml").write_text(text)
     earlier = load_config(tmp_path / "earlier.yaml", settings)
-    whole = load_config(tmp_path / "earlier.yaml", settings | {"output_dir": str(tmp_path / "whole")})
-    assert run_rank("cpu", whole) == 0
+    uninterrupted = load_config(
+        tmp_path / "earlier.yaml", settings | {"output_dir": str(tmp_path / "uninterrupted")}
+    )
+    assert run_rank("cpu", uninterrupted) == 0
     first = load_config(tmp_path / "earlier.yaml", settings | {"train.stop_after": 4})
     assert run_rank("cpu", first) == 0
-    again = load_config(None, {key: earlier.get(key) for key in (*COMMAND, *command)})
-    changed = {key for key in (*BY_TRAINING, "data.eval_fraction") if again.get(key) != earlier.get(key)}
+    repeated = load_config(None, {key: earlier.get(key) for key in (*COMMAND, *command)})
+    changed = {key for key in (*BY_TRAINING, "data.eval_fraction") if repeated.get(key) != earlier.get(key)}
     assert changed >= {"data.eval_fraction", "train.warmup_ratio"}
-    assert run_rank("cpu", again) == 0
+    assert run_rank("cpu", repeated) == 0
     assert load_config(tmp_path / "run" / "config.yaml") == earlier
-    assert read_rates(tmp_path / "run") == read_rates(tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_rates(tmp_path / "run") == read_rates(tmp_path / "uninterrupted")
+    assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")

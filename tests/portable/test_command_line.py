@@ -92,7 +92,7 @@ def test_init(
     assert "portable-train --config mine.yaml" in capsys.readouterr().out
     (tmp_path / "mine.yaml").write_text("seed: 3")
     assert main(["init", "mine.yaml"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text() == "seed: 3"
     name = "it's: #1" + " long" * 20  # quoted for YAML and for the shell
     assert main(["init", f"{name}.yaml", "--task", task]) == 0

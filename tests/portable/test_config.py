@@ -126,7 +126,7 @@ EACH_EPOCH |= {"checkpoint.every_epochs": 1.0, "checkpoint.every_steps": None}
         ({"data.format": "messages"}, FINETUNING | {"train.eval_every": 100, "checkpoint.every_steps": 100}),
         ({"data.format": "alpaca", "train.epochs": 3}, FINETUNING | EACH_EPOCH),
         ({"data.format": "preference", "train.epochs": 0.5}, FINETUNING | EACH_EPOCH),
-        # Settings of the user count more.
+        # Settings of the user take precedence.
         (
             {
                 "adapter.type": "lora",

@@ -33,7 +33,7 @@ PART_POSITIONS = "part_positions"
 TEXT_TOKENS = "text_tokens"
 """The column with the length of the text of each token of a part of samples, with the same shape."""
 HELD_OUT_SHARE, LEAST_HELD_OUT = 0.01, 16
-"""Share and smallest number of samples that are held out by default."""
+"""Default share of held-out samples, and their smallest number."""
 Arrays = dict[str, npt.NDArray[Any]]
 Batch = dict[str, torch.Tensor]
 Computed = Callable[[Sequence[int]], Arrays]
@@ -195,14 +195,14 @@ def split_documents(
 
 
 def _held_out(samples: int, eval_fraction: float | None) -> int:
-    """Return how many samples are held out.
+    """Compute how many samples are held out.
 
-    By default 1 %, but at least :data:`LEAST_HELD_OUT`, because the mean of fewer says little about a model,
-    and at most a fifth, because a small dataset is needed for training.
+    The default is 1 % of the samples, but at least :data:`LEAST_HELD_OUT`, because the mean loss of fewer
+    samples is not reliable. It is at most a fifth, because most of a small dataset is needed for training.
 
     Args:
         samples: Number of samples.
-        eval_fraction: Value of ``data.eval_fraction``. None: the default.
+        eval_fraction: Value of ``data.eval_fraction``. None means the default.
     """
     if eval_fraction == 0 or samples < 2:
         return 0

@@ -61,7 +61,7 @@ def load_tokenizer(
         trust_remote_code: run Python code of the tokenizer; otherwise raise if there is any.
         source_language: of the texts, for a multilingual tokenizer.
         target_language: of the targets, likewise.
-        key: Setting that names the tokenizer, for messages.
+        key: Setting that names the tokenizer, used in error messages.
 
     Raises:
         UserError: if it cannot be loaded.
