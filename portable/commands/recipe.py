@@ -21,6 +21,7 @@ from portable.planner.device_lookup import Device, known_devices
 from portable.planner.hours import Hours, Work, hours_of
 from portable.planner.plan import Option, Planner
 from portable.planner.preparation import build_meta_model, choose_target
+from portable.run.length import FEW_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,8 +35,6 @@ _LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = 4096, 1024
 Longer sequences are rarely needed. Shorter sequences would truncate too much of the data."""
 _TOKENS_AT_ONCE = 8192
 """Tokens of a micro-batch that are enough to keep an accelerator busy with matrix products."""
-_FEW_STEPS = 30
-"""Optimizer steps below which a model hardly changes. Runs with fewer steps print a warning."""
 _RECORDS_READ = 5000
 """Maximum number of records that are read to estimate the size of the data."""
 _BYTES_PER_TOKEN = 4
@@ -246,14 +245,14 @@ class Sizing:
             records_per_sequence = max(1.0, length * records.count / records.tokens)
             steps = records.count * (train.epochs or 1) / max(batch, records_per_sequence * devices)
             mixing = explain_mixing(self._model_config, length)
-            if self._is_packable and steps >= _FEW_STEPS and mixing is None:
+            if self._is_packable and steps >= FEW_STEPS and mixing is None:
                 batch = max(1, round(batch / records_per_sequence))
                 settings["data.packing"] = "documents"
             else:
                 length = min(length, max(128, math.ceil(records.longest / 128) * 128))
                 settings["data.packing"] = False
         elif records is not None:
-            batch = max(1, min(batch, int(records.tokens / length * (train.epochs or 1) / _FEW_STEPS)))
+            batch = max(1, min(batch, int(records.tokens / length * (train.epochs or 1) / FEW_STEPS)))
         batch = math.ceil(batch / devices) * devices
         sequences_per_record = 2 if self.config.data.format == "preference" else 1
         largest_micro_batch = max(1, _TOKENS_AT_ONCE // (length * sequences_per_record))
