@@ -1,0 +1,82 @@
+"""Problems of settings, and the conditions that rules share.
+
+A rule is an ``if`` in a function ``check_...(config)`` that yields a :class:`Problem`. Most rules are in
+:mod:`portable.checks`. Backends, engines and optimizers contribute theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.config import keys
+from portable.config.derived import ZERO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.config.origins import Origin
+    from portable.config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A setting that is not supported, or settings that do not work together.
+
+    Attributes:
+        keys: Dotted keys of the settings; first the setting to change. The origin in the error message is the
+            origin of one of them.
+        reason: Complete message without the origin. It begins with the first key.
+    """
+
+    keys: tuple[str, ...]
+    reason: str
+
+
+def format_problem(problem: Problem, config: RunConfig) -> str:
+    """Return the message of a problem with the file and line, or the flag, of one of its keys.
+
+    Flags take precedence over files, because the user most likely changed a flag last.
+    """
+    origins = [origin for key in problem.keys for origin in _iter_origins(key, config)]
+    origin = next((origin for origin in origins if origin.flag), origins[0] if origins else None)
+    return problem.reason if origin is None else origin.before(problem.reason)
+
+
+def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
+    """Yield the origin of a key, then the origins of the settings that contain it."""
+    parts = tuple(key.split("."))
+    for length in range(len(parts), 0, -1):
+        path = parts[:length]
+        if path in config.origins and ".".join(path) not in keys.sections(type(config)):
+            yield config.origins[path]
+
+
+def format_value(value: Any) -> str:
+    """Return a value as a message shows it: ``null``, ``true``, ``0.1``."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def format_setting(config: RunConfig, key: str) -> str:
+    """Return a key, followed by its value if that is a word or a number."""
+    value = config.get(key)
+    is_word_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return f"{key} {format_value(value)}" if is_word_or_number else key
+
+
+def is_changed(config: RunConfig, key: str) -> bool:
+    """Return whether a setting differs from the default of the schema."""
+    return bool(config.get(key) != keys.settings(type(config))[key].default)
+
+
+def is_zero(config: RunConfig) -> bool:
+    """Return whether DeepSpeed's engine trains the model."""
+    return config.strategy in ZERO
+
+
+def has_adapter(config: RunConfig) -> bool:
+    """Return whether an adapter is trained."""
+    adapter = config.adapter
+    return adapter.type is not None or adapter.name_or_path is not None or adapter.config is not None
