@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from portable import plugins
 from portable.config.derived import warmup_steps
 from portable.config.numbers import MAX_RATE, MAX_STEPS
+from portable.config.rules import Problem
 from portable.config.sections import ScheduleKind as Kind
 from portable.errors import require
 
@@ -335,11 +336,19 @@ def schedule_class(name: str) -> type[Schedule]:
     return UserSchedule if plugins.names_code(name) else SCHEDULES[name]
 
 
+class ScheduleParamsError(ValueError):
+    """Values of ``train.schedule_params`` that do not fit the schedule."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.reason)
+        self.problem = problem
+
+
 def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     """Build the schedule of a run of ``total_steps`` optimizer steps.
 
     Raises:
-        ValueError: if ``train.schedule_params`` does not fit the schedule.
+        ScheduleParamsError: ``train.schedule_params`` does not fit the schedule.
     """
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
@@ -356,9 +365,10 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     except ValidationError as error:
         first = error.errors()[0]
         key = f"train.schedule_params.{first['loc'][0]}"
+        problem = Problem((key,), f"{key}: {first['msg']}")
         if first["type"] == "missing":
-            raise ValueError(f"train.schedule {settings.schedule} needs {key}") from error
-        raise ValueError(f"{key}: {first['msg']}") from error
+            problem = Problem(("train.schedule", key), f"train.schedule {settings.schedule} needs {key}")
+        raise ScheduleParamsError(problem) from error
 
 
 def cycle_of(settings: TrainConfig) -> OneCycle | None:
