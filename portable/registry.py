@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.backend import Backend
-    from portable.checks import Mistakes
     from portable.config import RunConfig
+    from portable.config.rules import Problem
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
@@ -109,8 +109,11 @@ class BackendPackage(Protocol):
             in_rank: whether this process is a rank.
         """
 
-    def mistakes(self, config: RunConfig, *, late: bool) -> Mistakes:
-        """Settings that this backend and its engines do not support; see :func:`portable.checks.check`."""
+    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[Problem]:
+        """Yield the settings that the backend and its engines do not support.
+
+        See :func:`portable.checks.check`.
+        """
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         """Replace defaults by what a file in an engine's own format (a DeepSpeed JSON) says.

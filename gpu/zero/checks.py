@@ -1,50 +1,160 @@
-"""Settings that ZeRO does not support; see :mod:`portable.checks`."""
+"""Rules about DeepSpeed's ZeRO.
+
+:mod:`portable.checks` calls :func:`check_adapter` and :func:`check_memory` for the strategies of ZeRO. The
+backend calls :func:`find_problems`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.optim import user_optimizer
+from portable.config.rules import Problem, format_setting
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
-    from portable.checks import Mistakes
+    from collections.abc import Iterator
+
     from portable.config import RunConfig
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
-"""What ZeRO trains with, beside optimizers of the user's."""
+"""Built-in optimizers that ZeRO supports."""
 
 
-def mistakes(c: RunConfig, *, late: bool, cuda: bool) -> Mistakes:
-    """Of a run with one of DeepSpeed's strategies; ``cuda``: on NVIDIA GPUs."""
-    key, train, of_user = "train.optimizer", c.train, names_code(c.train.optimizer)
-    if not cuda and c.precision == "fp16":
-        reason = "under strategy {strategy}, which is DeepSpeed's; use fp32 or bf16"
-        yield f"precision fp16 does not train on backend cpu {reason}"
-    if train.optimizer not in OPTIMIZERS and not of_user:
-        yield f"{key}: ZeRO does not support {{train.optimizer}}; use adamw, sgd or muon"
-    if not late:
-        return
-    swaps = "nvme" in (c.memory.offload_params, c.memory.offload_optimizer)
-    if swaps and train.micro_batch_size == "auto":
-        reason = "auto would write the whole state to nvme for each size it tries; set a number"
-        yield f"train.micro_batch_size: {reason}"
-    if c.compile and c.strategy == "zero3":
-        reason = "which gathers and frees parameters inside the layers; use zero2 or full_shard"
-        yield f"compile: not supported with strategy zero3, {reason}"
-    if train.freezes and c.memory.offload_params == "nvme":
-        reason = "DeepSpeed does not save frozen parameters from nvme; use cpu, or train all"
-        yield f"memory.offload_params: {reason}"
-    if of_user and not user_optimizer.elementwise(train):
+def check_adapter(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings of section ``adapter`` that ZeRO does not support."""
+    base, strategy = config.adapter.base, config.strategy
+    if base in ("nf4", "int8"):
+        yield Problem(
+            ("adapter.base", "strategy"),
+            f"adapter.base {base} does not work with DeepSpeed's strategy {strategy}, which casts weights; "
+            "use full_shard",
+        )
+    if config.adapter.trainable_token_indices and strategy == "zero3":
+        yield Problem(
+            ("adapter.trainable_token_indices", "strategy"),
+            "adapter.trainable_token_indices does not work with strategy zero3, under which no rank has "
+            "the whole table of embeddings; use full_shard",
+        )
+    if base == "fp32" and config.precision in ("bf16", "fp16"):
+        yield Problem(
+            ("adapter.base", "strategy"),
+            f"adapter.base fp32 does not work with strategy {strategy}, which keeps frozen weights in the "
+            "compute type; use full_shard",
+        )
+
+
+def check_memory(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings of sections ``memory`` and ``fsdp`` that ZeRO does not support."""
+    memory, strategy = config.memory, config.strategy
+    if memory.loss_chunk_tokens not in ("auto", 0):
+        yield Problem(
+            ("memory.loss_chunk_tokens", "strategy"),
+            f"memory.loss_chunk_tokens {memory.loss_chunk_tokens} does not work with strategy {strategy}; "
+            "set it to auto",
+        )
+    if memory.offload_params != "none" and strategy != "zero3":
+        yield Problem(
+            ("memory.offload_params", "strategy"),
+            f"memory.offload_params {memory.offload_params} needs sharded parameters, but strategy "
+            f"{strategy} replicates them; use zero3",
+        )
+    if memory.offload_optimizer == "nvme" and strategy != "zero3":
+        yield Problem(
+            ("memory.offload_optimizer", "strategy"),
+            f"memory.offload_optimizer nvme needs strategy zero3, not {strategy}; use cpu, or zero3",
+        )
+    for name, value in config.fsdp:
+        if value is not None:
+            key = f"fsdp.{name}"
+            yield Problem(
+                (key, "strategy"),
+                f"{format_setting(config, key)} has no effect with DeepSpeed's strategy {strategy}; remove "
+                "it, or use full_shard",
+            )
+
+
+def find_problems(config: RunConfig, *, late: bool, cuda: bool) -> Iterator[Problem]:
+    """Yield the settings that ZeRO does not support on a backend.
+
+    Args:
+        config: Config of a run with a strategy of ZeRO.
+        late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
+        cuda: Whether the backend has NVIDIA GPUs.
+    """
+    optimizer = config.train.optimizer
+    if not cuda and config.precision == "fp16":
+        yield Problem(
+            ("precision", "backend", "strategy"),
+            f"precision fp16 does not train on backend cpu under strategy {config.strategy}, which is "
+            "DeepSpeed's; use fp32 or bf16",
+        )
+    if optimizer not in OPTIMIZERS and not names_code(optimizer):
+        yield Problem(
+            ("train.optimizer",),
+            f"train.optimizer: ZeRO does not support {optimizer}; use adamw, sgd or muon",
+        )
+    if late:
+        yield from check_parameters(config)
+        if names_code(optimizer):
+            yield from check_custom_optimizer(config)
+        if _swaps(config):
+            yield from check_nvme(config)
+
+
+def check_parameters(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that do not work with the way in which ZeRO gathers, saves and swaps parameters."""
+    if _swaps(config) and config.train.micro_batch_size == "auto":
+        yield Problem(
+            ("train.micro_batch_size",),
+            "train.micro_batch_size: auto would write the whole state to nvme for each size it tries; set "
+            "a number",
+        )
+    if config.compile and config.strategy == "zero3":
+        yield Problem(
+            ("compile", "strategy"),
+            "compile: not supported with strategy zero3, which gathers and frees parameters inside the "
+            "layers; use zero2 or full_shard",
+        )
+    if config.train.freezes and config.memory.offload_params == "nvme":
+        yield Problem(
+            ("memory.offload_params",),
+            "memory.offload_params: DeepSpeed does not save frozen parameters from nvme; use cpu, or "
+            "train all",
+        )
+
+
+def check_custom_optimizer(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of a custom optimizer, whose code this loads."""
+    from portable.optim import user_optimizer  # which imports torch
+
+    key, optimizer = "train.optimizer", config.train.optimizer
+    if not user_optimizer.elementwise(config.train):
         reason = "is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy full_shard"
-        yield f"{key}: {{train.optimizer}}: {reason}"
-    if of_user and user_optimizer.constructs_state(train):
+        yield Problem((key,), f"{key}: {optimizer}: {reason}")
+    if user_optimizer.constructs_state(config.train):
         reason = "its constructor makes state, of parameters that ZeRO replaces; use strategy full_shard"
-        yield f"{key}: {{train.optimizer}}: {reason}"
-    unswapped = "does not work with memory.offload_optimizer or offload_params nvme"
-    if swaps and train.ema is not None:
-        yield f"train.ema: {unswapped}; use cpu"
-    if swaps and train.optimizer == "muon":
-        yield f"{key}: muon {unswapped}, which swap parts of matrices apart; use cpu"
-    if swaps and of_user:
-        yield f"{key}: {{train.optimizer}}: {unswapped}, since only DeepSpeed knows what it swaps; use cpu"
+        yield Problem((key,), f"{key}: {optimizer}: {reason}")
+
+
+def check_nvme(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that do not work with state on nvme."""
+    key, optimizer = "train.optimizer", config.train.optimizer
+    offloading = "memory.offload_optimizer"
+    reason = f"does not work with {offloading} or offload_params nvme"
+    if config.train.ema is not None:
+        yield Problem(("train.ema", offloading), f"train.ema: {reason}; use cpu")
+    if optimizer == "muon":
+        yield Problem(
+            (key, offloading),
+            f"{key}: muon {reason}, which swap parts of matrices apart; use cpu",
+        )
+    if names_code(optimizer):
+        yield Problem(
+            (key, offloading),
+            f"{key}: {optimizer}: {reason}, since only DeepSpeed knows what it swaps; use cpu",
+        )
+
+
+def _swaps(config: RunConfig) -> bool:
+    """Return whether parameters or optimizer state are on nvme."""
+    return "nvme" in (config.memory.offload_params, config.memory.offload_optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from portable.config.rules import Problem
 from portable.config.sections import DataConfig, MixedSource, SourceConfig
 from portable.config.suggest import did_you_mean_word
 
@@ -79,56 +80,67 @@ def held_out_name(data: DataConfig) -> str:
     return HELD_OUT if data.eval is not None else ALONE
 
 
-def mistakes_of_sources(data: DataConfig) -> Iterator[str]:
-    """What is wrong with the sources together, in one line each."""
+def check_mixture(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of the sources' names, weights and epochs, for training and for evaluation."""
     names: set[str] = set()
     if data.sources and data.source is not None:
-        yield "data.source: has no effect with data.sources; remove it, or make it one of data.sources"
-    for one in data.sources:
-        key = training_key(one.name)
-        if one.name in names:
-            yield f"data.sources: two sources are named {one.name}; rename one"
-        names.add(one.name)
-        yield from _nameless(key, one)
-        if one.weight is not None and one.epochs is not None:
-            yield f"{key}: has a weight and epochs; remove one of the two"
-        settings = _settings(data, one, {})
-        if settings.stream and one.weight is None:
-            yield f"{key}: a stream has no epochs that are known; give it a weight"
-    weighed = [one.name for one in data.sources if one.weight is not None]
-    if weighed and len(weighed) < len(data.sources):
-        other = next(name for name in training_names(data) if name not in weighed)
-        yield f"data.sources: {weighed[0]} has a weight and {other} has none; give a weight to all, or epochs"
-    if weighed and not any(one.weight for one in data.sources):
-        yield "data.sources: all weights are 0; raise one"
+        yield Problem(
+            ("data.source", "data.sources"),
+            "data.source: has no effect with data.sources; remove it, or make it one of data.sources",
+        )
+    for source in data.sources:
+        key = training_key(source.name)
+        if source.name in names:
+            reason = f"data.sources: two sources are named {source.name}; rename one"
+            yield Problem(("data.sources",), reason)
+        names.add(source.name)
+        yield from _check_has_data(key, source)
+        if source.weight is not None and source.epochs is not None:
+            yield Problem((key,), f"{key}: has a weight and epochs; remove one of the two")
+        if _settings(data, source, {}).stream and source.weight is None:
+            yield Problem((key,), f"{key}: a stream has no epochs that are known; give it a weight")
+    weighted = [source.name for source in data.sources if source.weight is not None]
+    if weighted and len(weighted) < len(data.sources):
+        other = next(name for name in training_names(data) if name not in weighted)
+        yield Problem(
+            ("data.sources",),
+            f"data.sources: {weighted[0]} has a weight and {other} has none; give a weight to all, or epochs",
+        )
+    if weighted and not any(source.weight for source in data.sources):
+        yield Problem(("data.sources",), "data.sources: all weights are 0; raise one")
     for name, evaluated in _evaluated(data).items():
         key = eval_key(name)
-        yield from _nameless(key, evaluated)
+        yield from _check_has_data(key, evaluated)
         if name in (training_names(data) or (HELD_OUT,)) and data.eval_fraction != 0:
-            reason = "the share of data.eval_fraction has this name; choose another, or set "
-            yield f"{key}: {reason}data.eval_fraction to 0"
-    yield from _of_schedule(data)
+            yield Problem(
+                (key, "data.eval_fraction"),
+                f"{key}: the share of data.eval_fraction has this name; choose another, or set "
+                "data.eval_fraction to 0",
+            )
+    yield from _check_weight_schedule(data)
 
 
-def _of_schedule(data: DataConfig) -> Iterator[str]:
+def _check_weight_schedule(data: DataConfig) -> Iterator[Problem]:
     key, names = "data.weight_schedule", training_names(data)
     if data.weight_schedule and not names:
-        yield f"{key}: has no effect without data.sources"
-    before = -1
+        yield Problem((key, "data.sources"), f"{key}: has no effect without data.sources")
+    previous = -1
     for number, phase in enumerate(data.weight_schedule, start=1):
-        if phase.step <= before:
-            yield f"{key}: entry {number}: step {phase.step} does not come after step {before}; sort them"
-        before = phase.step
+        if phase.step <= previous:
+            reason = f"step {phase.step} does not come after step {previous}; sort them"
+            yield Problem((key,), f"{key}: entry {number}: {reason}")
+        previous = phase.step
         for name in phase.weights.keys() - set(names):
             hint = did_you_mean_word("data.sources", name, names) or f"; there are {', '.join(names)}"
-            yield f"{key}: entry {number}: there is no source {name}{hint}"
+            yield Problem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
         if not any(phase.weights.values()):
-            yield f"{key}: entry {number}: all weights are 0; raise one"
+            yield Problem((key,), f"{key}: entry {number}: all weights are 0; raise one")
 
 
-def _nameless(key: str, one: SourceConfig) -> Iterator[str]:
-    if not one.model_fields_set & {"source", "split", "config_name"}:
-        yield f"{key}: names no data of its own; set source, or split of a hub dataset"
+def _check_has_data(key: str, source: SourceConfig) -> Iterator[Problem]:
+    if not source.model_fields_set & {"source", "split", "config_name"}:
+        reason = f"{key}: names no data of its own; set source, or split of a hub dataset"
+        yield Problem((key,), reason)
 
 
 def _evaluated(data: DataConfig) -> dict[str, SourceConfig]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable.config.derived import ZERO
+from portable.config.rules import is_zero
 from portable.errors import UserError, require
 from portable.registry import World, engine_part
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from portable.backend import Backend, Diagnostics
-    from portable.checks import Mistakes
     from portable.config import RunConfig
+    from portable.config.rules import Problem
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
@@ -55,25 +56,19 @@ class TorchPackage:
     def launch_environment(self, ranks: int) -> dict[str, str]:
         return {}
 
-    def mistakes(self, config: RunConfig, *, late: bool) -> Mistakes:
-        from portable.checks import no_zero, nvidia_only
+    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[Problem]:
+        from portable.checks.backends import check_without_cuda, check_without_zero
 
-        strategy, unsharded = config.strategy, config.strategy == "no_shard"
+        checks = engine_part(config.strategy, "checks")
         if not self.runs_zero:
-            yield from no_zero(config)
-        if strategy in ZERO:
-            yield from engine_part(strategy, "checks").mistakes(config, late=late, cuda=self.runs_cuda)
+            yield from check_without_zero(config)
+        if is_zero(config):
+            yield from checks.find_problems(config, late=late, cuda=self.runs_cuda)
         if not self.runs_cuda:
-            yield from nvidia_only(config, late=late)
-        for key in ("memory.offload_optimizer", "memory.offload_params") if late else ():
-            if strategy not in ZERO and config.get(key) == "nvme":
-                yield f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu"
-            if unsharded and config.get(key) != "none":
-                reason = "does not offload; use full_shard, which offloads on one rank as well"
-                yield f"{key}: strategy no_shard {reason}"
-        for name, value in config.fsdp if late and unsharded else ():
-            if value is not None:
-                yield f"fsdp.{name}: nothing is sharded under no_shard; remove it, or use full_shard"
+            yield from check_without_cuda(config, late=late)
+        if late and not is_zero(config):
+            yield from checks.check_memory(config)
+            yield from checks.check_fsdp(config)
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:

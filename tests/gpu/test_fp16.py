@@ -74,7 +74,7 @@ def supported() -> Iterator[None]:
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True
-    with patch("gpu.zero.checks.mistakes", return_value=()):
+    with patch("gpu.zero.checks.find_problems", return_value=()):
         yield
     del get_accelerator().is_fp16_supported
 

@@ -1,60 +1,105 @@
-"""Settings that XLA does not support; see :mod:`portable.checks`."""
+"""Rules about XLA; see :mod:`portable.checks`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.checks import Mistakes, no_zero, nvidia_only
-from portable.optim import user_optimizer
+from portable.checks.backends import check_without_cuda, check_without_zero
+from portable.config.rules import Problem
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from portable.config import RunConfig
 
 GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
 OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
+"""Built-in optimizers that run on XLA."""
 
 
-def mistakes(c: RunConfig, *, late: bool) -> Mistakes:
-    """Of a run on XLA."""
-    yield from nvidia_only(c, late=late)
-    if c.model.experts is not None:
-        yield "model.experts: XLA has one way of its own to compute experts, with fixed shapes; leave it out"
-    yield from no_zero(c)
-    if c.memory.loss_chunk_tokens not in ("auto", 0):
-        reason = "where logits exist once, in the compute type; set it to auto"
-        asked = "memory.loss_chunk_tokens {memory.loss_chunk_tokens}"
-        yield f"{asked} does not work with backend xla, {reason}"
+def find_problems(config: RunConfig, *, late: bool) -> Iterator[Problem]:
+    """Yield the settings that XLA does not support.
+
+    Args:
+        config: Config of a run on XLA.
+        late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
+    """
+    yield from check_without_cuda(config, late=late)
+    if config.model.experts is not None:
+        yield Problem(
+            ("model.experts",),
+            "model.experts: XLA has one way of its own to compute experts, with fixed shapes; leave it out",
+        )
+    yield from check_without_zero(config)
+    chunk = config.memory.loss_chunk_tokens
+    if chunk not in ("auto", 0):
+        yield Problem(
+            ("memory.loss_chunk_tokens", "backend"),
+            f"memory.loss_chunk_tokens {chunk} does not work with backend xla, where logits exist once, in "
+            "the compute type; set it to auto",
+        )
     if late:
-        yield from _late(c)
+        yield from check_optimizer(config)
+        yield from check_memory(config)
+        yield from check_sharding(config)
 
 
-def _late(c: RunConfig) -> Mistakes:
-    key, of_user = "train.optimizer", names_code(c.train.optimizer)
-    if of_user and not user_optimizer.begins_alike(c.train):
-        reason = "creates state from the first gradient; on XLA, initialize it with zeros"
-        yield f"{key}: {{train.optimizer}}: {reason}"
-    if of_user and c.xla.scan_layers and not user_optimizer.elementwise(c.train):
-        reason = "is not elementwise, and xla.scan_layers stacks the parameters of layers; set it to false"
-        yield f"{key}: {{train.optimizer}}: {reason}"
-    if c.precision not in ("fp32", "bf16", "auto"):
-        yield "precision: {precision} does not run on xla; use bf16 or fp32"
-    if c.train.optimizer not in OPTIMIZERS and not of_user:
-        yield f"{key}: {{train.optimizer}} needs CUDA or CPU kernels; use one of {', '.join(OPTIMIZERS)}"
-    if c.adapter.base in ("nf4", "int8"):
-        yield "adapter.base: {adapter.base} needs bitsandbytes, which does not run on xla; use auto"
-    if c.train.micro_batch_size == "auto":
-        yield "train.micro_batch_size: auto would make a graph per size it tries on xla; set a number"
-    if c.memory.activation_checkpointing == "selective":
-        reason = "selective works on operations of eager torch, and xla compiles whole layers"
-        remedy = "use full, or none to leave the choice to the compiler"
-        yield f"memory.activation_checkpointing: {reason}; {remedy}"
+def check_optimizer(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of the optimizer, whose code this loads if it is custom, and of the precision."""
+    key, optimizer = "train.optimizer", config.train.optimizer
+    if names_code(optimizer):
+        from portable.optim import user_optimizer  # which imports torch
+
+        if not user_optimizer.begins_alike(config.train):
+            reason = "creates state from the first gradient; on XLA, initialize it with zeros"
+            yield Problem((key,), f"{key}: {optimizer}: {reason}")
+        if config.xla.scan_layers and not user_optimizer.elementwise(config.train):
+            reason = (
+                "is not elementwise, and xla.scan_layers stacks the parameters of layers; set it to false"
+            )
+            yield Problem((key, "xla.scan_layers"), f"{key}: {optimizer}: {reason}")
+    if config.precision not in ("fp32", "bf16", "auto"):
+        yield Problem(("precision",), f"precision: {config.precision} does not run on xla; use bf16 or fp32")
+    if optimizer not in OPTIMIZERS and not names_code(optimizer):
+        supported = ", ".join(OPTIMIZERS)
+        yield Problem((key,), f"{key}: {optimizer} needs CUDA or CPU kernels; use one of {supported}")
+
+
+def check_memory(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that save memory on other backends only."""
+    if config.adapter.base in ("nf4", "int8"):
+        yield Problem(
+            ("adapter.base",),
+            f"adapter.base: {config.adapter.base} needs bitsandbytes, which does not run on xla; use auto",
+        )
+    if config.train.micro_batch_size == "auto":
+        yield Problem(
+            ("train.micro_batch_size",),
+            "train.micro_batch_size: auto would make a graph per size it tries on xla; set a number",
+        )
+    if config.memory.activation_checkpointing == "selective":
+        yield Problem(
+            ("memory.activation_checkpointing",),
+            "memory.activation_checkpointing: selective works on operations of eager torch, and xla "
+            "compiles whole layers; use full, or none to leave the choice to the compiler",
+        )
     for key in ("memory.offload_optimizer", "memory.offload_params"):
-        if c.get(key) != "none":
-            yield f"{key}: xla does not offload; set it to none"
-    for name, value in c.fsdp:
+        if config.get(key) != "none":
+            yield Problem((key,), f"{key}: xla does not offload; set it to none")
+
+
+def check_sharding(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings of sections ``fsdp`` and ``xla`` that have no effect."""
+    for name, value in config.fsdp:
         if value is not None and name != "shard_group_size":
-            yield f"fsdp.{name}: under SPMD the compiler schedules the gathers; remove it"
-    if c.strategy == "no_shard" and (c.xla.sharding, c.xla.shard_param_on_dim_0) != (None, None):
-        reason = "strategy no_shard does not shard parameters; remove them"
-        yield f"xla.sharding, xla.shard_param_on_dim_0: {reason}"
+            key = f"fsdp.{name}"
+            reason = f"{key}: under SPMD the compiler schedules the gathers; remove it"
+            yield Problem((key,), reason)
+    xla = config.xla
+    if config.strategy == "no_shard" and (xla.sharding, xla.shard_param_on_dim_0) != (None, None):
+        yield Problem(
+            ("xla.sharding", "xla.shard_param_on_dim_0", "strategy"),
+            "xla.sharding, xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove "
+            "them",
+        )

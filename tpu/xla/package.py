@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.backend import Backend
-    from portable.checks import Mistakes
     from portable.config import RunConfig
+    from portable.config.rules import Problem
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
@@ -61,10 +61,10 @@ class XlaPackage:
 
         return "bf16" if runtime.on_tpu() else "fp32"
 
-    def mistakes(self, config: RunConfig, *, late: bool) -> Mistakes:
-        from tpu.xla.checks import mistakes
+    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[Problem]:
+        from tpu.xla import checks
 
-        return mistakes(config, late=late)
+        return checks.find_problems(config, late=late)
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends

@@ -1,0 +1,48 @@
+"""Rules about the model, and about names and folders of all sections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.storage.path_or_url import is_url
+from converters.storage.store_errors import find_repository
+from portable.config.rules import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.config import RunConfig
+
+
+def check_paths(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that are URLs, but must be a hub id or a local folder."""
+    for key in ("model.name_or_path", "data.tokenizer"):
+        if is_url(config.get(key)):
+            name = find_repository(config.get(key))
+            remedy = "copy the files to a local folder" if name is None else f"give the name {name}"
+            yield Problem((key,), f"{key} must be a hub id or a local folder, not a URL; {remedy}")
+    for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
+        if is_url(config.get(key)):
+            reason = f"{key} must be a local folder, not a URL; name a folder on a disk of this machine"
+            yield Problem((key,), reason)
+
+
+def check_model(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of ``model.config`` and ``model.name_or_path``."""
+    name, model_config = config.model.name_or_path, config.model.config or {}
+    if name is not None and "model_type" in model_config:
+        yield Problem(
+            ("model.config", "model.name_or_path"),
+            "model.config and model.name_or_path are both set; set one of the two, or leave model_type "
+            "out of model.config to change keys of the named model's config",
+        )
+    if name is None and config.model.config is None:
+        yield Problem(
+            ("model.config", "model.name_or_path"),
+            "model.config and model.name_or_path are both null; set one of the two",
+        )
+    if name is None and not isinstance(model_config.get("model_type"), str):
+        yield Problem(
+            ("model.config.model_type",),
+            "model.config.model_type must name a transformers model type, such as llama or bert",
+        )

@@ -1,0 +1,71 @@
+"""Rules about ranks that share sequences or layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.config.rules import Problem, format_value, is_zero
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.config import RunConfig
+
+
+def check_context_parallel(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that need complete sequences on each rank."""
+    size = config.context_parallel_size
+    if config.data.seq_len % size:
+        yield Problem(
+            ("data.seq_len", "context_parallel_size"),
+            f"data.seq_len {config.data.seq_len} cannot be divided by context_parallel_size {size}; use a "
+            f"multiple of {size}",
+        )
+    if size > 1:
+        needs_sequences = {
+            **_find_needs_of_both(config),
+            "deepspeed.config": config.deepspeed.config is not None,
+        }
+        for key, is_needed in needs_sequences.items():
+            if is_needed:
+                value = format_value(config.get(key))
+                yield Problem((key,), f"{key} {value} needs whole sequences; set context_parallel_size to 1")
+
+
+def check_tensor_parallel(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that need complete layers on each rank."""
+    if config.tensor_parallel_size == 1:
+        return
+    train, adapter = config.train, config.adapter
+    needs_layers = {
+        "backend": config.backend in ("xla", "tpu"),
+        "strategy": config.strategy == "no_shard" or is_zero(config),
+        "context_parallel_size": config.context_parallel_size > 1,
+        "precision": config.precision == "fp16",
+        "compile": config.compile,
+        **_find_needs_of_both(config),
+        "model.function": config.model.function is not None,
+        "adapter.base": adapter.base in ("nf4", "int8"),
+        "adapter.target_parameters": bool(adapter.target_parameters),
+        "train.optimizer": train.optimizer not in ("adamw", "sgd"),
+        "train.callbacks": bool(train.callbacks),
+        "train.micro_batch_size": train.micro_batch_size == "auto",
+    }
+    for key, is_needed in needs_layers.items():
+        if is_needed:
+            value = format_value(config.get(key))
+            reason = (
+                f"{key} {value} does not work with ranks that share layers; set tensor_parallel_size to 1"
+            )
+            yield Problem((key,), reason)
+
+
+def _find_needs_of_both(config: RunConfig) -> dict[str, bool]:
+    """Return settings that need complete sequences and layers, and whether the config uses them."""
+    return {
+        "model.task": config.model.task != "causal-lm",
+        "data.format": config.data.format == "samples",
+        "train.loss": config.train.loss is not None,
+        "train.metrics": any(":" in name for name in config.train.metrics or ()),
+        "train.neftune_noise_alpha": config.train.neftune_noise_alpha > 0,
+    }

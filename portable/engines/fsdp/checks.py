@@ -1,0 +1,34 @@
+"""Rules about offloading and sharding with FSDP2 and DDP, for resolved configs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.config.rules import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portable.config import RunConfig
+
+
+def check_memory(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings of section ``memory`` that FSDP2 or DDP does not support."""
+    for key in ("memory.offload_optimizer", "memory.offload_params"):
+        if config.get(key) == "nvme":
+            yield Problem((key,), f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu")
+        if config.strategy == "no_shard" and config.get(key) != "none":
+            yield Problem(
+                (key, "strategy"),
+                f"{key}: strategy no_shard does not offload; use full_shard, which offloads on one rank as "
+                "well",
+            )
+
+
+def check_fsdp(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings of section ``fsdp`` that have no effect with DDP."""
+    for name, value in config.fsdp if config.strategy == "no_shard" else ():
+        if value is not None:
+            key = f"fsdp.{name}"
+            reason = f"{key}: nothing is sharded under no_shard; remove it, or use full_shard"
+            yield Problem((key,), reason)
