@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from portable.checks import check
+from portable.checks import check, find_problems
 from portable.config import RunConfig, dump_yaml, find_changes, keys, load_config, parse_args
 from portable.config.arguments import TrainOptions
 from portable.config.numbers import Reason
@@ -184,6 +184,24 @@ def test_contradictions_name_the_keys(text: str, words: list[str], file: Path) -
     file.write_text(text)
     told = refusal(file, lambda: checked(file))
     assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize("text", [row["text"] for row in ROWS["contradictions"]])
+def test_problems_name_existing_keys(text: str, file: Path) -> None:
+    try:
+        problems = list(find_problems(loaded(file, text)))
+    except UserError:  # the schema refuses it
+        return
+    for problem in problems:
+        assert problem.keys[0] in problem.reason
+        for key in problem.keys:
+            assert any(key == name or key.startswith(f"{name}.") for name in (*TABLE, "data")), key
+
+
+def test_a_problem_has_the_origin_of_a_flag_before_a_line(file: Path) -> None:
+    file.write_text("train:\n  epochs: 1\n")
+    message = refusal(file, lambda: check(load_config(file, ["--train.steps", "5"])))
+    assert message.startswith("--train.steps: train.epochs 1 and train.steps 5 both")
 
 
 def test_aliases_cannot_unfold_without_end(file: Path) -> None:
