@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from portable.checks.adapter import check_adapter
 from portable.checks.data import check_columns, check_data, check_sources
 from portable.checks.memory import check_compile, check_deepspeed, check_fsdp, check_memory
-from portable.checks.model import check_model, check_paths
+from portable.checks.model import check_attention, check_model, check_paths
 from portable.checks.output import check_best, check_checkpoint, check_evaluation, check_hub, check_trackers
 from portable.checks.ranks import check_context_parallel, check_tensor_parallel
 from portable.checks.train import check_batch, check_length, check_loss
@@ -41,6 +41,7 @@ CHECKS = (
     check_batch,
     check_deepspeed,
     check_compile,
+    check_attention,
     check_memory,
     check_fsdp,
     check_context_parallel,

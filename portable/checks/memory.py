@@ -31,18 +31,12 @@ def check_deepspeed(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_compile(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of torch.compile and of attention kernels."""
+    """Yield a problem if ``compile_mode`` has no effect."""
     if is_changed(config, "compile_mode") and is_changed(config, "compile_backend"):
         yield Problem(
             ("compile_mode", "compile_backend"),
             f"compile_mode {config.compile_mode} is inductor's, not compile_backend "
             f"{config.compile_backend}'s; remove one of the two",
-        )
-    if "flash" in config.model.attention and config.precision in ("fp32", "tf32"):
-        yield Problem(
-            ("model.attention", "precision"),
-            f"model.attention {config.model.attention} computes in 16 bits, not in precision "
-            f"{config.precision}; use sdpa, or precision bf16",
         )
 
 

@@ -46,3 +46,13 @@ def check_model(config: RunConfig) -> Iterator[Problem]:
             ("model.config.model_type",),
             "model.config.model_type must name a transformers model type, such as llama or bert",
         )
+
+
+def check_attention(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if the attention kernel does not support the precision."""
+    if "flash" in config.model.attention and config.precision in ("fp32", "tf32"):
+        yield Problem(
+            ("model.attention", "precision"),
+            f"model.attention {config.model.attention} computes in 16 bits, not in precision "
+            f"{config.precision}; use sdpa, or precision bf16",
+        )
