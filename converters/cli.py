@@ -431,7 +431,7 @@ def _adapter(
     adapter = find_adapter(checkpoint, config=config, name=options.adapter_name)
     if adapter is None:
         if given:
-            raise CheckpointError(f"{given[0]}: {checkpoint.root} holds no adapter")
+            raise CommandError(f"{given[0]}: {checkpoint.root} holds no adapter")
         return checkpoint, None, checkpoint
     if options.merge_into is None:
         if adapter.base and not options.quiet:

@@ -19,7 +19,7 @@ from converters.names.earlier_keys import add_earlier_keys
 from converters.names.model_config import override_settings
 from converters.storage.path_or_url import place
 from converters.storage.places import inside
-from converters.storage.safe_open import LinkError, read_small, read_small_table
+from converters.storage.safe_open import LinkError, read_small, read_small_table, read_small_text
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
@@ -446,14 +446,28 @@ def trainer_metadata(folder: Place) -> dict[str, Any]:
 
 
 def _is_usable(path: Place, name: str) -> bool:
-    """Return whether a file is small enough, and a `config.json` belongs to a model."""
+    """Return whether a file is small enough, and a `config.json` belongs to a model.
+
+    Raises:
+        CheckpointError: If a `config.json` is damaged.
+    """
     try:
         if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_FILE:
             return False
     except OSError:
         return False
+    if name != "config.json":
+        return True
+    try:
+        values = json.loads(read_small_text(path))
+    except OSError:
+        return False
+    except (ValueError, RecursionError):
+        raise CheckpointError(
+            f"{path}: is not valid JSON; restore it, or remove it and name its model with --config-from"
+        ) from None
     # Other tools also write a config.json. The config of a model contains its type or class.
-    return name != "config.json" or not {"model_type", "architectures"}.isdisjoint(read_small_table(path))
+    return isinstance(values, dict) and not {"model_type", "architectures"}.isdisjoint(values)
 
 
 def small_files(

@@ -256,3 +256,38 @@ def test_error_names_changes_that_fit(
     for number, remedy in enumerate(remedies):
         flag, value = remedy.split()
         assert main(["init", f"{number}.yaml", *chain(*(flags | {flag: value}).items())]) == 0
+
+
+@pytest.mark.parametrize("task", ["dpo", "classification"])
+def test_config_for_a_device_has_keys_that_its_starter_lacks(
+    task: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = write_pretrained(tmp_path / "base", corpus)
+    settings = write_data(task, tmp_path, corpus)
+    data = settings.pop("data.source")
+    assert (
+        main(["init", "mine.yaml", "--task", task, "--model", str(base), "--data", data, "--device", "t4"])
+        == 0
+    )
+    flags = [f"--{key}={value}" for key, value in settings.items()]
+    assert main(["--config", "mine.yaml", "--backend", "cpu", "--dry-run", *flags]) == 0
+
+
+@pytest.mark.parametrize("name", ["1e5", "a: b", "it's #1", "yes", "{name}"])
+def test_names_are_written_as_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", f"{name}.yaml", "--task", "chat", "--model", name, "--data", name]) == 0
+    config = load_config(Path(f"{name}.yaml"))
+    assert (config.model.name_or_path, config.data.source) == (name, name)
+    assert config.output_dir == f"runs/{name}"
+
+
+def test_names_with_line_breaks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["a\nb.yaml"], ["a.yaml", "--model", "a\u2028b"], ["a.yaml", "--data", ""]):
+        assert main(["init", *words]) == 2
+        assert "contains a line break" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

@@ -50,7 +50,11 @@ class UnconditionalError(RemoteError):
 
 def find_repository(url: str) -> str | None:
     """Return the name of the repository if a URL is its web page on the Hugging Face Hub, else None."""
-    page = re.fullmatch(r"https?://huggingface\.co/(?:datasets/)?([\w.-]+/[\w.-]+)(/.*)?", url)
+    page = re.fullmatch(
+        r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
+        r"(?!(?:spaces|docs|blog|collections|papers|api)/)([\w.-]+/[\w.-]+)(?:[/?#].*)?",
+        url,
+    )
     return None if page is None else page[1]
 
 

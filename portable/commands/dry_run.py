@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from converters.console import columns, say
 from portable.adapters.assemble import looked_at
 from portable.batch_plan import total_steps
-from portable.checkpoint.external import open_for_model
+from portable.checkpoint.external import open_for_model, state_of_run
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.store import checkpoints_of, resume_source
-from portable.config import dump_yaml
+from portable.config import dump_yaml, find_changes
 from portable.config.derived import classify_training, find_training_defaults
 from portable.config.sources import evaluation_names
 from portable.errors import UserError
@@ -157,9 +157,17 @@ def _plan_rows(
         ),
         *([] if steps is None else [("warmup", describe_warmup(config, steps))]),
         ("start", f"resume from {source}" if source is not None else "step 0"),
+        *_list_changes(config, source),
         ("beside each step", ", ".join(callback_order(config))),
         *begun,
     ]
+
+
+def _list_changes(config: RunConfig, source: Place | None) -> list[tuple[str, str]]:
+    """List the settings that differ from those of the run that wrote a checkpoint."""
+    state = None if source is None else state_of_run(source)
+    changes = [] if state is None else find_changes(state.run, config.fingerprint())
+    return [("changed", "; ".join(change.arrow for change in changes))] if changes else []
 
 
 def _unknown_steps(config: RunConfig, data: DataSizes) -> str:

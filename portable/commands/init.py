@@ -11,13 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from converters.commands import Parser
 from converters.console import say
 from portable.commands.machines import launch_file, targets, write_new
 from portable.config import load_config
-from portable.config.yaml_text import parse
+from portable.config.yaml_text import as_yaml, parse
 from portable.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -140,6 +138,11 @@ def init(argv: Sequence[str]) -> int:
         return 0
     require(len(options.device) < 2, "--device: given more than once; name one kind of device")
     require(not file.exists(), f"init: {file} exists already; give another name")
+    for argument, value in (("FILE", str(file)), ("--model", options.model), ("--data", options.data)):
+        require(
+            value is None or (value.isprintable() and value != ""),
+            f"{argument}: {value!r} is empty or contains a line break or a control character; rename it",
+        )
     task = names[options.task or "pretrain"]
     text = _fill(starters[task], file, options.model, options.data)
     size_note = ""
@@ -162,8 +165,8 @@ def _fill(starter: str, file: Path, model: str | None, data: str | None) -> str:
     """Fill the names of the file, the run, the model and the data into a starter."""
     folder = _to_yaml(f"runs/{file.stem}")
     # Keep the comments in one column.
-    text = starter.replace("{name}#", f"{folder:<25} #", 1)
-    text = text.replace("{file}", shlex.quote(str(file))).replace("{name}", folder)
+    names = {"{name}#": f"{folder:<25} #", "{name}": folder, "{file}": shlex.quote(str(file))}
+    text = re.sub(r"\{name\}#|\{name\}|\{file\}", lambda match: names[match[0]], starter)
     if model is not None:
         architecture = (
             "  name_or_path: null                  # only the architecture is used, with random weights\n"
@@ -178,19 +181,19 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
 
     Args:
         text: Text of the starter, with one line for each setting.
-        values: Values by dotted key. The starter must contain each key that belongs to a section. If another
-            key is missing, it is added below ``output_dir``.
+        values: Values by dotted key. A key that the starter lacks is added at the start of its section, or
+            below ``output_dir`` if it has none.
     """
     lines = text.splitlines()
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         line = f"{'  ' if section else ''}{name}:"
-        start = lines.index(f"{section}:") if section else 0
-        number = next((i for i in range(start, len(lines)) if lines[i].startswith(line)), None)
-        if number is None and not section:
-            number = 1 + next(i for i, other in enumerate(lines) if other.startswith("output_dir:"))
+        start = next(i for i, other in enumerate(lines) if other.startswith(f"{section or 'output_dir'}:"))
+        end = next((i for i in range(start, len(lines)) if section and not lines[i]), len(lines))
+        number = next((i for i in range(start if section else 0, end) if lines[i].startswith(line)), None)
+        if number is None:
+            number = start + 1
             lines.insert(number, line)
-        assert number is not None, key
         before, mark, comment = lines[number].partition(" #")
         setting = f"{line} {_to_yaml(value)}"
         lines[number] = f"{setting:<{len(before)}}{mark}{comment}"
@@ -198,7 +201,7 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _to_yaml(value: object) -> str:
-    return yaml.safe_dump(value, allow_unicode=True, width=math.inf).splitlines()[0]
+    return as_yaml({"value": value}, width=math.inf).removeprefix("value: ").rstrip("\n")
 
 
 def _size(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> tuple[str, str]:

@@ -173,7 +173,9 @@ class Sizing:
         if adapter.type is not None and adapter.base == "auto" and "xla" not in device.backends:
             bases.append("nf4")  # XLA has no kernels for quantized bases
         longest = _LONGEST_SEQUENCE if self._is_packable else data.seq_len
-        longest = min(longest, positions(self._model_config) or longest)
+        bound = positions(self._model_config) or longest
+        # Round down as `choose_seq_len` does: some models have two more rows than positions.
+        longest = min(longest, bound // 8 * 8 or bound)
         lengths = [longest]
         while lengths[-1] // 2 >= _SHORTEST_SEQUENCE:
             lengths.append(lengths[-1] // 2)
@@ -250,7 +252,7 @@ class Sizing:
                 settings["data.packing"] = "documents"
             else:
                 length = min(length, max(128, math.ceil(records.longest / 128) * 128))
-                settings["data.packing"] = False
+                settings |= {"data.packing": False} if self._is_packable else {}
         elif records is not None:
             batch = max(1, min(batch, int(records.tokens / length * (train.epochs or 1) / FEW_STEPS)))
         batch = math.ceil(batch / devices) * devices

@@ -140,6 +140,8 @@ class _Parser:
             return f"unexpected argument {token!r}; use --config for a config file"
         if token.startswith("-") and token != "--":
             return f"unknown flag {token}; flags have two dashes, such as --train.steps; --help lists them"
+        if token in ("train", "run"):
+            return f"unexpected argument {token!r}; leave it out, as in portable-train --config run.yaml"
         return f"unexpected argument {token!r}; write settings as --train.steps 20; --help lists them"
 
     def _unknown(self, name: str, flag: str) -> str:

@@ -111,7 +111,8 @@ def _problem(
                 name, _, rest = given.partition(" ")
                 if rest and f"{key}.{name}" in table:
                     return _Problem(origin, f"{key}: {shown(given)} has no colon; write {name}: {rest[:60]}")
-                inner = next((name for name in ("type", "config") if f"{key}.{name}" in table), None)
+                usual = {"model": "name_or_path", "data": "source"}.get(key, "type")
+                inner = next((name for name in (usual, "config") if f"{key}.{name}" in table), None)
                 written = WORDS.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
                 message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))

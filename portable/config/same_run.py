@@ -140,13 +140,20 @@ def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConf
     values = {}
     for key in sorted(_INHERITED):
         alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
-        if any(map(launched.is_set_or_put, alternatives)):
+        if any(
+            launched.is_set_or_put(other) and not _means_default(launched, other) for other in alternatives
+        ):
             continue
         if key == _HELD_OUT and config.get(key) is not None:
             continue  # data.eval or data.stream sets the share to 0
         if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values
+
+
+def _means_default(config: RunConfig, key: str) -> bool:
+    """Return whether a value is a null that asks for the default length of the warmup."""
+    return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
 
 def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -41,6 +41,14 @@ def explain_fault(error: yaml.MarkedYAMLError, text: str) -> Fault:
         return Fault(error_line, "a tab", "indent with spaces")
     if match := re.match(r"found character '(.)' that cannot start", problem):
         return Fault(error_line, f"a text that begins with {match[1]}", "put the text in quotes")
+    if "escape" in problem:
+        return Fault(
+            error_line,
+            "an unknown escape sequence in double quotes",
+            "use single quotes, or write \\\\ for \\",
+        )
+    if "alias" in context or "alias" in problem:
+        return Fault(error_line, "a text that begins with *", "put the text in quotes")
     if "expected ':'" in problem:
         return _explain_missing_colon(lines, start_line)
     if problem.startswith("mapping values"):
@@ -50,6 +58,12 @@ def explain_fault(error: yaml.MarkedYAMLError, text: str) -> Fault:
         return Fault(start_line, "a quote is not closed", f"write another {quote} at the end of the text")
     if "flow sequence" in context or "flow mapping" in context:
         bracket, closing, value = ("[", "]", "list") if "sequence" in context else ("{", "}", "mapping")
+        if mark.line == start_mark.line:
+            rest = lines[start_line][mark.column :].strip()[:60]
+            reason = f"a comma or {closing} is missing before {rest!r}"
+            return Fault(
+                start_line, reason, "separate the items by commas, and put a text with a colon in quotes"
+            )
         remedy = f"write {closing} at the end of the {value}"
         return Fault(start_line, f"the bracket {bracket} is not closed", remedy)
     if "block mapping" in context or "block collection" in context:
@@ -58,9 +72,17 @@ def explain_fault(error: yaml.MarkedYAMLError, text: str) -> Fault:
 
 
 def _explain_missing_colon(lines: list[str], number: int) -> Fault:
-    words = lines[number].split("#")[0].split()
-    example = f"{words[0]}: {' '.join(words[1:])}".rstrip() if words else "key: value"
-    return Fault(number, f"{' '.join(words)[:60]!r} has no colon", f"write {example[:60]}")
+    text = _remove_comment(lines[number])
+    if match := re.match(r"-(?=[^\s-])(.+)", text):
+        return Fault(number, f"{text[:60]!r} has no space after the dash", f"write - {match[1][:60]}")
+    if match := re.match(r"([\w.]+)[:\uff1a](?=\S)(.+)", text):
+        return Fault(
+            number, f"{text[:60]!r} has no space after the colon", f"write {match[1]}: {match[2][:60]}"
+        )
+    key, _, value = text.partition(" ")
+    value = value.lstrip("= ")
+    example = f"{key}: {value}".rstrip() if key else "key: value"
+    return Fault(number, f"{text[:60]!r} has no colon", f"write {example[:60]}")
 
 
 def _explain_unexpected_colon(lines: list[str], number: int, column: int) -> Fault:
@@ -79,10 +101,10 @@ def _explain_unexpected_colon(lines: list[str], number: int, column: int) -> Fau
     above = next((line for line in range(number - 1, -1, -1) if _has_content(lines[line])), None)
     if above is None:
         return Fault(number, "a colon that does not follow a key", "check indentation, quotes and brackets")
-    if ":" not in lines[above]:
+    if not re.search(r":(\s|$)", _remove_comment(lines[above])):
         return _explain_missing_colon(lines, above)
     if _count_spaces(lines[number]) > _count_spaces(lines[above]):
-        return _explain_indentation(lines, number, column)
+        return _explain_indentation(lines, number)
     return Fault(number, "a colon that does not follow a key", "check indentation, quotes and brackets")
 
 
@@ -90,7 +112,7 @@ def _explain_indentation(lines: list[str], number: int, column: int = 0) -> Faul
     """Explain a line whose indentation differs from the line above, or text after the end of a value."""
     above = next((line for line in range(number - 1, -1, -1) if _has_content(lines[line])), number)
     spaces = _count_spaces(lines[number])
-    if above == number or spaces == _count_spaces(lines[above]):
+    if above == number or spaces == _count_spaces(lines[above]) or column > spaces:
         reason = f"{lines[number][column:].strip()[:60]!r} after the end of a value"
         return Fault(number, reason, "put the whole value in quotes, or remove this text")
     return Fault(
@@ -101,7 +123,11 @@ def _explain_indentation(lines: list[str], number: int, column: int = 0) -> Faul
 
 
 def _has_content(line: str) -> bool:
-    return bool(line.split("#")[0].strip())
+    return bool(_remove_comment(line))
+
+
+def _remove_comment(line: str) -> str:
+    return re.split(r"(?:^|\s)#", line)[0].strip()
 
 
 def _count_spaces(line: str) -> int:

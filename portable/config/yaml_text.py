@@ -209,8 +209,8 @@ def _tree(config: RunConfig) -> dict[str, Any]:
     return plain
 
 
-def as_yaml(value: dict[str, Any]) -> str:
+def as_yaml(value: dict[str, Any], width: float = _WIDTH) -> str:
     """``value``, of plain values, as YAML that this program reads back as the same."""
     return yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=_WIDTH
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=width
     )

@@ -69,7 +69,8 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
     except ValueError as error:
         near = _nearest(model_type, of_transformers.model_types())
         raise UserError(
-            f"model.config.model_type: transformers has no model type {model_type!r}{near}"
+            f"model.config.model_type: transformers has no model type {model_type!r}{near or '; change it'}; "
+            "for a custom type, set model.function to a function of the module that registers it"
         ) from error
     except Exception as error:  # the defaults of some config classes are invalid
         raise UserError(f"model.config: {model_type}: {one_line(error)}") from error

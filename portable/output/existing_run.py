@@ -11,7 +11,7 @@ from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes, load_config
 from portable.config.load import MAX_BYTES
-from portable.config.same_run import extends, may_change_in_new_folder
+from portable.config.same_run import LENGTH, extends, may_change_in_new_folder
 from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, FINAL, exists, storage_errors
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.config.same_run import Change
 
+_MOST_SHOWN = 3
+"""Most changes that a refusal lists."""
 PREVIEW_FILE = "data_samples.json"
 """Samples to look at."""
 
@@ -117,9 +119,11 @@ def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> N
 
 
 def _summarize(changes: list[Change]) -> str:
-    others = len(changes) - 1
-    more = f"; {others} more {'settings differ' if others > 1 else 'setting differs'}" if others else ""
-    return f"{changes[0]}{more}"
+    # A longer run needs no permission, so its length is not the reason of a refusal.
+    ordered = sorted(changes, key=lambda change: change.setting in LENGTH)
+    others = len(changes) - _MOST_SHOWN
+    more = [f"{others} more {'settings differ' if others > 1 else 'setting differs'}"] if others > 0 else []
+    return "; ".join([*map(str, ordered[:_MOST_SHOWN]), *more])
 
 
 def _explain_branch(changes: list[Change], newest: Place | None) -> str:

@@ -78,9 +78,14 @@ def known_devices() -> dict[str, Device]:
     return {device.name: device for name in BACKENDS for device in backend_package(name).devices()}
 
 
-_MAKERS = re.compile("^(nvidia-|amd-|google-|tpu-)?(geforce-|instinct-)?(tesla-|rtx-?)?")
+_MAKERS = re.compile("^(nvidia-|amd-|google-)?(tpu-|geforce-|instinct-)?(tesla-|rtx-?)?")
 _VARIANTS = re.compile(r"-?(sxm\d?|hbm\de?|oam|pcie)(?=-|$)")
 """Variants of a card in the names that drivers report. Variants that differ in speed have separate names."""
+_SIZE = re.compile(r"-?(\d+)gb$")
+_SIZE_OF_HOST = ("gh200", "gb200")
+"""Devices whose drivers report the memory of the CPU in the name, such as ``GH200 480GB``."""
+_SAME_SIZE = 0.15
+"""Largest relative difference between a size in a name and the memory that a program can use."""
 _APPLE = re.compile("(apple-)?m[1-9](-?(pro|max|ultra))?|mps")
 
 
@@ -100,17 +105,16 @@ def named(name: str, flag: str = "--device") -> Device:
         return _describe_cpu()
     short = _MAKERS.sub("", key)
     plain = _VARIANTS.sub("", short)
-    without_size = re.sub(r"-\d+gb$", "", plain)
-    for candidate in (
-        key,
-        short,
-        plain,
-        plain.removesuffix("gb"),
-        without_size,
-        short.replace("litepod", "e"),
-    ):
+    without_suffix = plain.removesuffix("gb").removesuffix("-generation")
+    for candidate in (key, short, plain, without_suffix, re.sub("-?lite(pod)?", "e", short)):
         if candidate in known:
             return known[candidate]
+    size, without_size = _SIZE.search(plain), _SIZE.sub("", plain)
+    if size is not None and without_size in known:
+        device = known[without_size]
+        ratio = int(size[1][:9]) * 10**9 / device.memory
+        if without_size in _SIZE_OF_HOST or abs(ratio - 1) < _SAME_SIZE:
+            return device
     if _APPLE.fullmatch(key):
         raise UserError(f"{flag}: no backend supports Apple GPUs; use cpu to train on the CPU")
     hint = did_you_mean(plain, known) or f"; known are {', '.join(known)}, cpu"
@@ -128,7 +132,7 @@ def parse_devices(text: str) -> tuple[Device, int]:
         UserError: If no device has this name, or if the count is not a positive number.
     """
     name, _, digits = text.partition(":")
-    if digits and not (digits.isdecimal() and int(digits)):
+    if digits and not re.fullmatch(r"0*[1-9]\d{0,5}", digits):
         raise UserError(
             f"--device: {text}: the count is not a positive number; write NAME:COUNT, such as h100:8"
         )

@@ -322,7 +322,7 @@ def usage(
     if opens:
         prompt = _CHAT_PROMPT if chat and task == "causal-lm" else ASKED[task]
         constructor = f"pipeline('{kind}', {loaded!r}{option})"
-        code = f"from transformers import pipeline; p = {constructor}; print(p({prompt}))"
+        code = f"from transformers import pipeline; p = {constructor}; print(p({prompt}, max_new_tokens=40))"
     else:
         code = f"from transformers import {loader} as M; print(M.from_pretrained({loaded!r}{option}))"
     registered = custom and not trust

@@ -115,7 +115,11 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
     model: Any = engine.model
     if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # a model of the user's
         return
-    text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
+    try:
+        text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
+    except Exception as error:  # of a custom model; the run is complete without a sample
+        reporter.say(f"warning: log.sample_tokens: the model cannot generate a text: {one_line(error)}")
+        return
     start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
     show = partial(decode, prepared.data.tokenizer)
     reporter.say(f"\n--- prompt\n{show(start.tolist())}\n--- the model goes on\n{show(rest.tolist())}\n---\n")

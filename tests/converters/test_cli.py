@@ -130,6 +130,19 @@ def test_exit_codes_and_json_distinguish_damage_from_mistakes(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "\0"])
+def test_a_damaged_config_is_refused_with_a_remedy(
+    content: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, intact = run / "checkpoints" / "step-000002", tmp_path / "intact"
+    shutil.copytree(step / "model", intact)
+    (step / "model" / "config.json").write_text(content)
+    error = error_of(capsys, step, tmp_path / "out", code=65)
+    assert "config.json: is not valid JSON; restore it, or remove it and name" in error
+    (step / "model" / "config.json").unlink()
+    assert main([str(step), str(tmp_path / "out"), "--config-from", str(intact), "--quiet"]) == 0
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -324,6 +324,20 @@ def test_scripts_and_launchers_are_answered(tmp_path: Path, capsys: pytest.Captu
         assert settings["train.global_batch_size"] == 16  # TRL's 8 on each of two devices
 
 
+def test_axolotl_pushes_to_the_hub_and_zero_steps_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(
+        "base_model: a\ndatasets: [{path: b, type: chat_template}]\nlearning_rate: 1e-4\nnum_epochs: 2\n"
+        "max_steps: 0\nhub_model_id: me/x\nhub_private_repo: true\nhub_strategy: end\n"
+    )
+    values, _ = imported(str(path), capsys=capsys)
+    expected = {"train.epochs": 2, "hub.repo": "me/x", "hub.private": True, "hub.push": "end"}
+    assert {key: values.get(key) for key in expected} == expected
+    assert "train.steps" not in values
+
+
 def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last block lists the differences. The exit code is 2 if a key has no counterpart."""
     chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"

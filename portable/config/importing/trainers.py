@@ -382,6 +382,8 @@ TRAINERS = {
             "logging_steps": lambda value, _: None if nothing(value) else max(1, int(value)),
             "tf32": lambda value, file: "tf32" if truth(value) is True and not file.get("bf16") else None,
             "lr_scheduler_kwargs": _schedule_more,
+            # In axolotl, 0 is as good as none; in the others, -1 is.
+            "max_steps": lambda value, _: None if value in (0, -1) else value,
             "warmup_steps": _warmup,
             "val_set_size val_size": _share,
             "report_to": _trackers,
@@ -536,6 +538,10 @@ def finish(file: File, devices: int) -> None:
     found, program = file.result.values, file.program
     _preferences(file)
     lora, pushes = found.get("adapter.type") is not None, file.get("push_to_hub") is True
+    if program == "axolotl" and found.get("hub.repo") is not None:
+        pushes = True
+        when = "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
+        file.default("hub.push", when, "axolotl pushes to hub_model_id")
     for key in list(found):
         if key.startswith(("adapter.",) * (not lora) + ("hub.",) * (not pushes)):
             del found[key]

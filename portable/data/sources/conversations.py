@@ -488,6 +488,8 @@ def _message(message: Any, where: str, at: int) -> Message:
     """
     if not isinstance(message, Mapping) or "role" not in message:
         keys = f" (its keys are {listed(map(str, message))})" if isinstance(message, Mapping) else ""
+        if isinstance(message, Mapping) and {"from", "value"} <= message.keys():
+            keys += "; set data.format to sharegpt, and data.columns to {conversations: messages}"
         raise _unlike("messages", where, f"message {at + 1} has no role{keys}")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
