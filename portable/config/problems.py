@@ -159,6 +159,10 @@ def _inside(group: type[BaseModel], values: Mapping[str, Any], path: Path, lengt
 def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) -> str:
     message = f"{setting.key} must be {setting.allowed}, got {shown(value)}"
     words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
+    if isinstance(value, bool) and setting.choices:
+        message += did_you_mean_word(setting.key, str(value).lower(), setting.choices)
+    if setting.key == "train.warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        return f"{message}; for a share of all steps, set train.warmup_ratio to {value:g}"
     for word in words:
         if isinstance(word, str) and setting.choices and word not in setting.choices:
             return message + did_you_mean_word(setting.key, word, setting.choices)
