@@ -251,7 +251,7 @@ def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that --help and a mistyped option answer at once.
     from converters.config_and_tokenizer_files import companions_from, list_companion_names, model_from
     from converters.opening import open_checkpoint
-    from converters.storage.path_or_url import in_store, place, suggest_path
+    from converters.storage.path_or_url import place, suggest_path
     from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
     from converters.writers.targets import is_single
@@ -259,8 +259,7 @@ def _convert(options: argparse.Namespace) -> int:
     source, out = model_from(options.src), place(options.out)
     single = is_single(options.to, out)
     if not source.exists():
-        suggestion = "" if in_store(source) else suggest_path(source)
-        raise CommandError(f"{source}: no such file or folder{suggestion}")
+        raise CommandError(f"{source}: no such file or folder{suggest_path(source)}")
     sources = [source] if options.merge_into is None else [source, model_from(options.merge_into)]
     if not options.dry_run:
         more = [] if options.config_from is None else list_companion_names(place(options.config_from))

@@ -65,11 +65,13 @@ _MOST_NAMES = 10_000
 """Maximum number of names in a folder that are compared with a misspelled name."""
 
 
-def suggest_path(path: Path) -> str:
+def suggest_path(path: Place) -> str:
     """Return `"; did you mean X?"` for a path that does not exist, or an empty string.
 
-    X is the most similar name in the same folder.
+    X is the most similar name in the same folder. Nothing is suggested for object stores.
     """
+    if in_store(path):
+        return ""
     import difflib  # only for an error, because it takes milliseconds
 
     folder = path.parent

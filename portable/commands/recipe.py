@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from portable.config.derived import largest_divisor
+from portable.config.derived import BY_TRAINING, largest_divisor
 from portable.data.sources.opening import open_source, recognise_format, training_settings
 from portable.errors import UserError
 from portable.formatting import human_bytes
-from portable.model.build import model_config, positions
+from portable.model.build import limit_length, model_config, positions
 from portable.model.document_attention import explain_mixing
 from portable.planner.device_lookup import Device, known_devices
 from portable.planner.hours import Hours, Work, hours_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.meta_model import MetaModel
 
-_LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = 4096, 1024
+_LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = BY_TRAINING["data.seq_len"].finetuning, 1024
 """Bounds of the sequence length, in tokens.
 
 Longer sequences are rarely needed. Shorter sequences would truncate too much of the data."""
@@ -173,10 +173,7 @@ class Sizing:
         if adapter.type is not None and adapter.base == "auto" and "xla" not in device.backends:
             bases.append("nf4")  # XLA has no kernels for quantized bases
         longest = _LONGEST_SEQUENCE if self._is_packable else data.seq_len
-        bound = positions(self._model_config) or longest
-        # Round down as `choose_seq_len` does: some models have two more rows than positions.
-        longest = min(longest, bound // 8 * 8 or bound)
-        lengths = [longest]
+        lengths = [limit_length(longest, positions(self._model_config))]
         while lengths[-1] // 2 >= _SHORTEST_SEQUENCE:
             lengths.append(lengths[-1] // 2)
         common: dict[str, Any] = {"memory.activation_checkpointing": "none"}  # the planner may turn it on
@@ -252,7 +249,8 @@ class Sizing:
                 settings["data.packing"] = "documents"
             else:
                 length = min(length, max(128, math.ceil(records.longest / 128) * 128))
-                settings |= {"data.packing": False} if self._is_packable else {}
+                if self._is_packable:
+                    settings["data.packing"] = False
         elif records is not None:
             batch = max(1, min(batch, int(records.tokens / length * (train.epochs or 1) / FEW_STEPS)))
         batch = math.ceil(batch / devices) * devices

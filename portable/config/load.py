@@ -181,7 +181,7 @@ def read_text(path: Place, key: str | None = None) -> str:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = f"{error.strerror or error}"
-        if isinstance(error, FileNotFoundError) and isinstance(path, Path):
+        if isinstance(error, FileNotFoundError):
             reason += suggest_path(path)
         raise UserError(one_line(f"{start}{path}: cannot read the config: {reason}")) from error
     except ValueError as error:

@@ -719,10 +719,22 @@ def choose_seq_len(config: RunConfig) -> RunConfig:
         bound = positions(model_config(config.model))
     except UserError:  # raised again when the model is built
         return config
-    length = length if bound is None else min(length, bound)
-    # Round down, because the position tables of some models have two more rows than positions.
     multiple = 8 * config.context_parallel_size
-    return config.replaced({"data.seq_len": length // multiple * multiple or length})
+    return config.replaced({"data.seq_len": limit_length(length, bound, multiple)})
+
+
+def limit_length(length: int, bound: int | None, multiple: int = 8) -> int:
+    """Limit the length of sequences to the positions of a model.
+
+    The result is rounded down, because the position tables of some models have two more rows than positions.
+
+    Args:
+        length: Length without the limit.
+        bound: The result of :func:`positions`.
+        multiple: Number that the result should be a multiple of.
+    """
+    length = length if bound is None else min(length, bound)
+    return length // multiple * multiple or length
 
 
 def check_length(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
