@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.containers.crc32c import crc32c
 from converters.containers.pickle_reader import shown
+from converters.containers.untrusted import require_shape
 from converters.errors import CheckpointError, blame
 from converters.numeric import np
 from converters.storage.bytes import Memory, Slice, read_json
 from converters.storage.compressed import CODECS, Compressed
 from converters.tensors.dtypes import itemsize, map_numpy_dtypes, numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, is_shape, possible_shape, row_major
+from converters.tensors.tensor import Box, Tensor, View, possible_shape, row_major
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +197,7 @@ def _parsed(header: bytes, version: int) -> _Header:
 
 def _version2(header: Any) -> _Header:
     fields = _fields(header, 2)
-    shape, chunk = _shape(fields, "shape"), _shape(fields, "chunks")
+    shape, chunk = require_shape(fields.get("shape"), "shape"), require_shape(fields.get("chunks"), "chunks")
     _check_chunk(shape, chunk)
     if fields.get("filters"):
         raise CheckpointError("zarr filters are not supported")
@@ -220,8 +221,10 @@ def _version2(header: Any) -> _Header:
 
 def _version3(header: Any) -> _Header:
     fields = _fields(header, 3)
-    shape = _shape(fields, "shape")
-    chunk = _shape(_configuration(fields.get("chunk_grid"), "regular"), "chunk_shape")
+    shape = require_shape(fields.get("shape"), "shape")
+    chunk = require_shape(
+        _configuration(fields.get("chunk_grid"), "regular").get("chunk_shape"), "chunk_shape"
+    )
     _check_chunk(shape, chunk)
     separator = _configuration(fields.get("chunk_key_encoding"), "default").get("separator", "/")
     if separator not in (".", "/"):
@@ -236,7 +239,7 @@ def _version3(header: Any) -> _Header:
                 f"the zarr codec {shown(codecs[1][0])} after sharding_indexed is not supported"
             )
         sharding = codecs[0][1]
-        inner = _shape(sharding, "chunk_shape")
+        inner = require_shape(sharding.get("chunk_shape"), "chunk_shape")
         if len(inner) != len(chunk) or any(n < 1 or whole % n for whole, n in zip(chunk, inner, strict=True)):
             raise CheckpointError("damaged, its chunks do not tile a shard")
         if prod(whole // n for whole, n in zip(chunk, inner, strict=True)) > 1 << 24:
@@ -283,13 +286,6 @@ def _codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
     return [
         (str(codec.get("name")), _configuration(codec, codec["name"])) for codec in value if "name" in codec
     ]
-
-
-def _shape(fields: dict[str, Any], name: str) -> Shape:
-    shape = fields.get(name)
-    if not is_shape(shape):
-        raise CheckpointError(f"damaged, its {name} is {shown(shape)}")
-    return tuple(shape)
 
 
 def _check_chunk(shape: Shape, chunk: Shape) -> None:

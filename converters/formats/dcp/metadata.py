@@ -23,11 +23,11 @@ from converters.containers.pickle_reader import (
     unpickle,
 )
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
+from converters.containers.untrusted import require_attributes, require_list, require_mapping, require_shape
 from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import metadata_files, read_checksums
 from converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
-from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,9 +119,10 @@ def _read_file(folder: Folder, name: str, checksums: ShardChecksums | None) -> d
     if checksums is not None:
         checksums.check_metadata(name, data)
     root = unpickle(data, where=where, standins=_STANDINS, prefixes=(_CLASSES,))
-    fields = _fields(root, "Metadata", where)
-    described = _table(fields, "state_dict_metadata", where)
-    items = _items(folder, _table(fields, "storage_data", where), where, checksums)
+    fields = require_attributes(root, "Metadata", where)
+    described = require_mapping(fields.get("state_dict_metadata"), "state_dict_metadata", where)
+    stored = require_mapping(fields.get("storage_data"), "storage_data", where)
+    items = _items(folder, stored, where, checksums)
     if "planner_data" not in fields:
         raise CheckpointError(f"{where}: damaged, or not DCP metadata (no planner_data)")
     planned = fields["planner_data"]
@@ -166,26 +167,6 @@ def _merge(left: Entry, right: Entry) -> Entry:
     raise CheckpointError(f"{left.folder.path}: the ranks' metadata disagree about {left.key!r}")
 
 
-def _fields(value: Any, name: str, where: str) -> dict[str, Any]:
-    """The attributes of a pickled dataclass."""
-    if isinstance(value, Instance) and value.key.endswith("." + name) and isinstance(value.state, dict):
-        return value.state
-    raise CheckpointError(f"{where}: damaged, or not DCP metadata (no {name})")
-
-
-def _table(fields: dict[str, Any], name: str, where: str) -> dict[Any, Any]:
-    table = fields.get(name)
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{where}: damaged, or not DCP metadata (no {name})")
-    return table
-
-
-def _dims(value: Any, what: str, where: str) -> Dims:
-    if is_shape(value):
-        return tuple(value)
-    raise CheckpointError(f"{where}: damaged, {what} is not a size")
-
-
 def _path(path: Any, key: str, where: str) -> KeyPath:
     # The key is the path joined with dots, so each verifies the other.
     named = isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
@@ -205,7 +186,8 @@ def _items(
     items: dict[str, dict[str, Item]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in stored.items():
-        at, stored_at = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
+        at = require_attributes(index, "MetadataIndex", where)
+        stored_at = require_attributes(info, "_StorageInfo", where)
         key, name = at.get("fqn"), stored_at.get("relative_path")
         if not isinstance(key, str) or not isinstance(name, str):
             raise CheckpointError(f"{where}: damaged storage entry")
@@ -214,9 +196,9 @@ def _items(
                 f"{where}: holds a key of {len(key):,} characters, too long for a parameter"
             )
         chunk = chunk_key(
-            None if at.get("offset") is None else _dims(at["offset"], f"a chunk of {key!r}", where)
+            None if at.get("offset") is None else require_shape(at["offset"], f"a chunk of {key!r}", where)
         )
-        offset, length = _dims(
+        offset, length = require_shape(
             (stored_at.get("offset"), stored_at.get("length")), f"the position of {key!r}", where
         )
         if stored_at.get("transform_descriptors"):
@@ -247,18 +229,17 @@ def _described(
     description: Instance, key: str, where: str
 ) -> tuple[str, Dims, tuple[tuple[Dims, Dims], ...]]:
     """(dtype, shape, chunks) of one tensor."""
-    fields = _fields(description, "TensorStorageMetadata", where)
-    properties, chunks = fields.get("properties"), fields.get("chunks")
+    fields = require_attributes(description, "TensorStorageMetadata", where)
+    properties = fields.get("properties")
     state = properties.state if isinstance(properties, Instance) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     name = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else "?"
     if name not in FROM_TORCH:
         raise CheckpointError(f"{where}: {key!r} has the element type {name}, which is not supported")
-    if not isinstance(chunks, list):
-        raise CheckpointError(f"{where}: damaged description of {key!r}")
+    what = f"a chunk of {key!r}"
     extents = []
-    for chunk in chunks:
-        parts = _fields(chunk, "ChunkStorageMetadata", where)
-        what = f"a chunk of {key!r}"
-        extents.append((_dims(parts.get("offsets"), what, where), _dims(parts.get("sizes"), what, where)))
-    return FROM_TORCH[name], _dims(fields.get("size"), repr(key), where), tuple(extents)
+    for chunk in require_list(fields.get("chunks"), f"the list of chunks of {key!r}", where):
+        parts = require_attributes(chunk, "ChunkStorageMetadata", where)
+        offsets = require_shape(parts.get("offsets"), what, where)
+        extents.append((offsets, require_shape(parts.get("sizes"), what, where)))
+    return FROM_TORCH[name], require_shape(fields.get("size"), f"the shape of {key!r}", where), tuple(extents)

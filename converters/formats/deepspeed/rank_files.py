@@ -15,6 +15,7 @@ from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.pickle_reader import Instance, members_of, plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
+from converters.containers.untrusted import require_list, require_mapping, require_names, require_shape
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
 from converters.formats.torch_save.optimizer import as_tensor
@@ -22,7 +23,6 @@ from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
 from converters.storage.places import map_ahead, names_in
 from converters.storage.safe_open import child, read_small
-from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -226,16 +226,21 @@ def read_model(folder: Folder, name: str) -> ModelFile:
         where,
         content,
         module or {},
-        _names(content["buffer_names"], where),
-        None if groups is None else [_shapes(group, where) for group in _list(groups, where)],
+        require_names(content["buffer_names"], "buffer_names", where),
+        None
+        if groups is None
+        else [_shapes(group, where) for group in require_list(groups, "param_shapes", where)],
         None
         if content.get("frozen_param_shapes") is None
         else _shapes(content["frozen_param_shapes"], where),
         {
             str(key): flat(value, f"{where}: {key!r}", whole=True)
-            for key, value in _dict(fragments, where).items()
+            for key, value in require_mapping(fragments or {}, "frozen_param_fragments", where).items()
         },
-        {str(alias): str(owner) for alias, owner in _dict(shared, where).items()},
+        {
+            str(alias): str(owner)
+            for alias, owner in require_mapping(shared or {}, "shared_params", where).items()
+        },
         module is None,
     )
 
@@ -456,30 +461,8 @@ def fragment(value: Any, where: str) -> tuple[int, int]:
     return start, numel
 
 
-def _dict(value: Any, where: str) -> dict[Any, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: damaged, a table of parameters is not a dict")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise CheckpointError(f"{where}: damaged, param_shapes is not a list")
-    return value
-
-
-def _names(value: Any, where: str) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-        raise CheckpointError(f"{where}: damaged, buffer_names is not a list of names")
-    return list(value)
-
-
 def _shapes(value: Any, where: str) -> Shapes:
     shapes: Shapes = {}
-    for name, shape in _dict(value, where).items():
-        if not is_shape(shape):
-            raise CheckpointError(f"{where}: the shape of {shown(name)} is not a shape")
-        shapes[str(name)] = tuple(shape)
+    for name, shape in require_mapping(value or {}, "a table of shapes", where).items():
+        shapes[str(name)] = require_shape(shape, f"the shape of {shown(name)}", where)
     return shapes

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
 from converters.containers.pickle_reader import plain
+from converters.containers.untrusted import get_list, get_mapping
 from converters.errors import CheckpointError, blame
 from converters.formats.deepspeed.checks import same
 from converters.formats.deepspeed.rank_files import Weights, check_same
@@ -73,19 +74,19 @@ class Layout:
         if any(part.dtype != parts[0].dtype for part in parts):
             raise CheckpointError(f"{where}: the tensor parallel ranks hold different element types")
         key = f"^{re.escape(name)}$"
-        if key in _table(self.info.get(_UNSUPPORTED)):
+        if key in get_mapping(self.info.get(_UNSUPPORTED)):
             raise CheckpointError(f"{where}: is cut in a way that DeepSpeed itself cannot put together")
         if self.maps is not None:
             if key not in self.maps:
                 raise CheckpointError(f"{where}: the checkpoint does not say how it is cut (no affine map)")
             return self._by_map(name, self.maps[key], parts, where)
-        otherwise = [_table(entry).get("patterns") for entry in _list(self.info.get(_SUB_PARAMS))]
+        otherwise = [get_mapping(entry).get("patterns") for entry in get_list(self.info.get(_SUB_PARAMS))]
         if any(not isinstance(patterns, list) or key in patterns for patterns in otherwise):
             raise CheckpointError(f"{where}: tensor parallel parts of sub-parameters are not supported")
         if key in self.info[_REPLICATED]:
             same(parts, where)
             return parts[0]
-        dim = int(key in _list(self.info.get(_ROWS)))
+        dim = int(key in get_list(self.info.get(_ROWS)))
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
             raise CheckpointError(f"{where}: the tensor parallel ranks hold parts that do not fit")
@@ -93,20 +94,20 @@ class Layout:
 
     def _by_map(self, name: str, entry: Any, parts: Sequence[Tensor], where: str) -> Tensor:
         damaged = CheckpointError(f"{where}: its tensor parallel affine map is damaged, or not supported")
-        ranks = {str(rank): value for rank, value in _table(_table(entry).get("ranks")).items()}
-        shape = _sizes(_table(entry).get("logical_shape"), damaged)
+        ranks = {str(rank): value for rank, value in get_mapping(get_mapping(entry).get("ranks")).items()}
+        shape = _sizes(get_mapping(entry).get("logical_shape"), damaged)
         if ranks.keys() != {str(rank) for rank in range(self.degree)}:
             raise damaged
         # Blocks that several ranks hold, by place. As text: numbers can be chosen to collide.
         copies: dict[str, list[Tensor]] = {}
         boxes: dict[str, Box] = {}
         for rank, part in enumerate(parts):
-            about = _table(ranks[str(rank)])
+            about = get_mapping(ranks[str(rank)])
             if _sizes(about.get("shard_shape"), damaged) != part.shape or len(part.shape) != len(shape):
                 raise CheckpointError(
                     f"{where}: tensor parallel rank {rank} holds {list(part.shape)}, its map says otherwise"
                 )
-            for piece in map(_table, _list(about.get("pieces"))):
+            for piece in map(get_mapping, get_list(about.get("pieces"))):
                 sizes = _sizes(piece.get("shape"), damaged)
                 # A scale of the optimizer's state would be another one.
                 if len(sizes) != len(shape) or piece.get("scale", 1.0) != 1.0:
@@ -170,14 +171,6 @@ def merged_optimizer(runs: Sequence[SavedRun], layout: Layout) -> OptimizerState
                 made = value
             state.setdefault(name, {})[what] = made
     return OptimizerState(state, first.param_groups)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _table(value: Any) -> dict[Any, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _sizes(value: Any, damaged: CheckpointError) -> tuple[int, ...]:

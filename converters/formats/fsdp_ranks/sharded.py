@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.containers.pickle_reader import Global, Instance, inert_members, members_of
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
+from converters.containers.untrusted import get_attributes
 from converters.errors import CheckpointError
 from converters.formats.torch_save.optimizer import Leaf, as_tensor
 from converters.limits import MAX_COUNT
@@ -107,10 +108,10 @@ def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
     state = value.state[1] if type(value.state) is tuple and len(value.state) == 2 else value.state
     spec = state.get("_spec") if isinstance(state, dict) else None
     local = state.get("_local_tensor") if isinstance(state, dict) else None
-    placements, mesh = _fields(spec).get("placements"), _fields(spec).get("mesh")
+    placements, mesh = get_attributes(spec).get("placements"), get_attributes(spec).get("mesh")
     if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
         raise CheckpointError(f"{where}: damaged, a DTensor without its part or placements")
-    writer = _fields(mesh).get("_rank")
+    writer = get_attributes(mesh).get("_rank")
     if type(writer) is int and writer != rank:
         raise CheckpointError(f"{where}: was written by rank {writer}, not {rank}")
     sizes, place = _place_in_mesh(mesh, rank, where)
@@ -127,7 +128,7 @@ def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
 
 def _place_in_mesh(mesh: Any, rank: int, where: str) -> tuple[Dims, Dims]:
     """(the sizes of the mesh, the rank's coordinates in it)."""
-    fields = _fields(mesh)
+    fields = get_attributes(mesh)
     stored = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
     if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= MAX_COUNT:
         raise CheckpointError(f"{where}: damaged, or of a newer torch: a DTensor without its mesh of ranks")
@@ -159,9 +160,9 @@ def _cuts_of_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | No
     Returns:
         None where it does not cut the list evenly.
     """
-    fields = _fields(layout)
+    fields = get_attributes(layout)
     axes = fields.get("axes")
-    records = [_fields(axis) for axis in axes] if type(axes) is tuple else [fields]
+    records = [get_attributes(axis) for axis in axes] if type(axes) is tuple else [fields]
     shapes, strides = ([record.get(name) for record in records] for name in ("shape", "stride"))
     if type(axes) is not tuple:
         shapes, strides = _listed(shapes[0]), _listed(strides[0])
@@ -199,7 +200,7 @@ def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], whe
         kind = placement.key.rpartition(".")[2] if isinstance(placement, Instance) else ""
         if kind == "Replicate":
             continue
-        dim = _fields(placement).get("dim")
+        dim = get_attributes(placement).get("dim")
         if (
             kind not in ("Shard", "_StridedShard")
             or type(dim) is not int
@@ -211,7 +212,7 @@ def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], whe
             plain.append((axis, dim))
             continue
         later = [i for i in range(axis + 1, len(placements)) if _cuts(placements[i], dim, len(shape))]
-        if _fields(placement).get("split_factor") != prod(sizes[i] for i in later):
+        if get_attributes(placement).get("split_factor") != prod(sizes[i] for i in later):
             raise CheckpointError(f"{where}: a strided placement on this mesh is not supported")
         strided.append((axis, dim))
     if len({dim for _, dim in strided}) != len(strided):
@@ -226,7 +227,7 @@ def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], whe
 
 
 def _cuts(placement: Any, dim: int, dims: int) -> bool:
-    found = _fields(placement).get("dim")
+    found = get_attributes(placement).get("dim")
     return type(found) is int and -dims <= found < dims and found % dims == dim
 
 
@@ -276,12 +277,15 @@ def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
         raise CheckpointError(f"{where}: damaged, a ShardedTensor without its shards")
-    group = _fields(state[2])
+    group = get_attributes(state[2])
     if group.get("global_rank") != rank:
         raise CheckpointError(f"{where}: was written by rank {group.get('global_rank')}, not {rank}")
     found: list[tuple[Dims, Leaf]] = []
     for part in state[0]:
-        stored, told = _fields(part).get("tensor"), _fields(_fields(part).get("metadata"))
+        stored, told = (
+            get_attributes(part).get("tensor"),
+            get_attributes(get_attributes(part).get("metadata")),
+        )
         offsets, sizes = told.get("shard_offsets"), told.get("shard_sizes")
         if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
             raise CheckpointError(f"{where}: damaged, a shard without its place")
@@ -292,11 +296,3 @@ def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
             )
         found.append((tuple(offsets), stored))
     return found
-
-
-def _fields(value: Any) -> dict[Any, Any]:
-    """The attributes of an inert record; none for anything else."""
-    state = value.state if isinstance(value, Instance) else None
-    if type(state) is tuple and len(state) == 2:  # of a class with slots
-        state = state[1]
-    return state if isinstance(state, dict) else {}

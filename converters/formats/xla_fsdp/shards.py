@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import shown
 from converters.containers.torchzip import StoredTensor
+from converters.containers.untrusted import require_mapping, require_shape
 from converters.errors import CheckpointError, blame
 from converters.names.canonical import plain_name
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import Box, Tensor, is_shape
+from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -83,23 +84,22 @@ def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any])
     if not layouts:
         raise CheckpointError(f"{where}: holds no sharded parameter")
     for other, metadata in described:
-        count = sum(len(_table(table, other)) for table in _table(metadata.get("shard_info"), other).values())
-        if count != len(layouts) or len(_table(metadata.get("flatten_info"), other)) != len(flat):
+        tables = _get_table(metadata, "shard_info", other).values()
+        count = sum(len(require_mapping(table, "an entry of shard_info", other)) for table in tables)
+        if count != len(layouts) or len(_get_table(metadata, "flatten_info", other)) != len(flat):
             raise CheckpointError(
                 f"{other}: its shard_metadata describes other parameters than its model holds"
             )
     return layouts
 
 
-def _table(value: Any, where: str) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: damaged shard_metadata")
-    return value
+def _get_table(metadata: Metadata, name: str, where: str) -> dict[Any, Any]:
+    return require_mapping(metadata.get(name), f"{name} of shard_metadata", where)
 
 
 def _info(metadata: Metadata, head: str, suffix: str, where: str) -> dict[Any, Any]:
-    tables = _table(metadata.get("shard_info"), where)
-    info = _table(tables.get(head, {}), where).get(suffix)
+    tables = _get_table(metadata, "shard_info", where)
+    info = require_mapping(tables.get(head, {}), "an entry of shard_info", where).get(suffix)
     if not isinstance(info, dict):
         raise CheckpointError(f"{where}: its shard_metadata does not describe {head + '.' + suffix!r}")
     return info
@@ -107,20 +107,17 @@ def _info(metadata: Metadata, head: str, suffix: str, where: str) -> dict[Any, A
 
 def _described(info: dict[Any, Any], suffix: str, where: str) -> tuple[str, Shape]:
     """(original name, original shape) of one shard; the key contains the name, which must match."""
-    name, shape = info.get("_orig_name"), _shape(info.get("_orig_size"), where)
+    name, shape = (
+        info.get("_orig_name"),
+        require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", where),
+    )
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
         raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {shown(name)}")
     return name.lstrip("."), shape
 
 
-def _shape(value: Any, where: str) -> Shape:
-    if is_shape(value):
-        return tuple(value)
-    raise CheckpointError(f"{where}: damaged shard_metadata, a shape is not a list of sizes")
-
-
 def _flat_entry(metadata: Metadata, name: str, where: str) -> tuple[list[Any], list[Shape], list[Any]]:
-    entry = _table(metadata.get("flatten_info"), where).get(name.replace("_fpw_module.", ""))
+    entry = _get_table(metadata, "flatten_info", where).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
         raise CheckpointError(f"{where}: its shard_metadata does not describe {name!r}")
     names, shapes, numels = entry
@@ -130,7 +127,11 @@ def _flat_entry(metadata: Metadata, name: str, where: str) -> tuple[list[Any], l
         raise CheckpointError(f"{where}: damaged shard_metadata of {name!r}")
     if not all(isinstance(one, str) for one in names) or not all(type(one) is int for one in numels):
         raise CheckpointError(f"{where}: damaged shard_metadata of {name!r}")
-    return list(names), [_shape(shape, where) for shape in shapes], list(numels)
+    return (
+        list(names),
+        [require_shape(shape, f"the shape of {name!r}", where) for shape in shapes],
+        list(numels),
+    )
 
 
 def _flat_layout(
