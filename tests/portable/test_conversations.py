@@ -21,7 +21,8 @@ from portable.cli import main
 from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.base import IGNORED
-from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
+from portable.data.sources.conversations import Completion, read_conversation, recognise
+from portable.data.sources.documents import Conversation
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
 from portable.errors import MistakesError, RunError, UserError

@@ -28,10 +28,10 @@ from portable.data import pretokenize
 from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
 from portable.data.sources import file_parts, opening
-from portable.data.sources.documents import Fields
 from portable.data.sources.file_parts import FilePart
 from portable.data.sources.opening import StreamedFiles
 from portable.data.sources.prepared import INDEX
+from portable.data.sources.records import Fields
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
 from portable.errors import RunError, UserError

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.documents import (
     ANSWERING,
+    WEIGHT_KEYS,
+    Conversation,
     Document,
+    Message,
     RecordError,
     find_value,
     kind_of,
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
     from portable.data.sources.documents import Format
 
-Message = dict[str, Any]
 
 EXPECTED: dict[Format, str] = {
     "messages": '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
@@ -54,7 +56,6 @@ _SHAREGPT_ROLES = {
 }
 _TOOLS = ("tool", *SELDOM)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the same under three names
-_WEIGHTS = ("weight", "train", "training", "loss")  # OpenAI, axolotl, ms-swift; 0, false: not trained
 _CHANGES_TRAINING = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
 """Names of message keys that select the trained tokens. Such a key is read, or its record is refused."""
 _OPTIONAL = {"tool_calls", "function_call", *_REASONING, "name", "tool_call_id"}
@@ -71,57 +72,11 @@ _FIELDS_OF_PAIR = 3
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """One record.
-
-    Attributes:
-        messages: with ``role`` and, unless it is a tool call alone, ``content``: a string. Templates see
-            their other keys, too.
-        tools: JSON schemas of the tools that the assistant may call.
-        prompt: how many messages are the prompt, if the record says so.
-        template_kwargs: further variables of the template, from the record.
-        where: the record's place in the source, for messages.
-        roles: whose messages are trained, besides those that say so.
-    """
-
-    messages: tuple[Message, ...]
-    where: str
-    tools: tuple[dict[str, Any], ...] | None = None
-    prompt: int | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    roles: frozenset[str] = ANSWERING
-
-    @property
-    def answers(self) -> list[int]:
-        """The places of the messages that are trained, which are the assistant's for most: see ``roles``."""
-        return [at for at, message in enumerate(self.messages) if self._trains(message)]
-
-    def _trains(self, message: Message) -> bool:
-        said = message["role"] in self.roles or bool(message.get("train") or message.get("training"))
-        return said and not context_only(message)
-
-    @property
-    def speakers(self) -> str:
-        """Whose messages are trained, for messages."""
-        return "the assistant" if self.roles == ANSWERING else " or ".join(sorted(self.roles))
-
-    @property
-    def text(self) -> str:
-        """Everything that is said, a line each."""
-        return valid("\n".join(str(message.get("content", "")) for message in self.messages))
-
-
-@dataclass(frozen=True)
 class Completion:
     """A prompt and its completion as plain strings, which no template joins."""
 
     prompt: str
     completion: str
-
-
-def context_only(message: Message) -> bool:
-    """Whether a message says that it is not trained."""
-    return any(message.get(key) == 0 for key in _WEIGHTS)
 
 
 def recognise(row: Mapping[str, Any], text_field: str, where: str) -> Format:
@@ -417,7 +372,7 @@ def _conversation(
 
 def _changes_training(key: Any) -> bool:
     """Return whether a key of a message selects trained tokens in a way that is not read."""
-    return key not in _WEIGHTS and _CHANGES_TRAINING.search(str(key)) is not None
+    return key not in WEIGHT_KEYS and _CHANGES_TRAINING.search(str(key)) is not None
 
 
 def _system_prompt(row: Mapping[str, Any], messages: Sequence[Message], where: str) -> str | None:
@@ -503,10 +458,10 @@ def _message(message: Any, where: str, at: int) -> Message:
         if _changes_training(key):
             raise _refused(
                 where,
-                f"message {at + 1} has {key}, which is not read; use {_listed(_WEIGHTS)} with 0 or 1 for a "
-                "complete message, or remove the key",
+                f"message {at + 1} has {key}, which is not read; use {_listed(WEIGHT_KEYS)} with 0 or 1 "
+                "for a complete message, or remove the key",
             )
-    for key in _WEIGHTS:
+    for key in WEIGHT_KEYS:
         if (weight := read.get(key, 0)) not in (0, 1):
             raise _refused(where, f"message {at + 1} has {key} {weight!r}; use 0 or 1")
     if "function_call" in read:

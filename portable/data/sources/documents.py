@@ -1,37 +1,77 @@
-"""Documents, and their conversion from rows of a data set."""
+"""Documents and conversations: what the records of a source become."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-import re
-import time
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.errors import MistakesError, UserError, one_line
-from portable.terminal import tell
+from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from portable.data.sources.conversations import Conversation
+Message = dict[str, Any]
+
+
+WEIGHT_KEYS = ("weight", "train", "training", "loss")
+"""Keys of a message that may exclude it from the loss, in OpenAI's, axolotl's and ms-swift's data."""
+
 
 Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
 ANSWERING = frozenset({"assistant"})
 """The roles whose messages are trained, unless ``data.roles_to_train`` names others."""
-TextSplit = Literal["file", "paragraph", "line"]
 Label = int | float | str | tuple[int | float | str, ...]
 """A class, several classes, a number or several numbers."""
-_MOST_TOLD = 5
-_MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
-"""Limits: bad records in an error message, kinds of bad records in it, and bad records read from a source."""
-_PLACE = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
 PIECE_CHARS = 1 << 20  # longer texts are read and tokenized in pieces to limit memory
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One record.
+
+    Attributes:
+        messages: with ``role`` and, unless it is a tool call alone, ``content``: a string. Templates see
+            their other keys, too.
+        tools: JSON schemas of the tools that the assistant may call.
+        prompt: how many messages are the prompt, if the record says so.
+        template_kwargs: further variables of the template, from the record.
+        where: the record's place in the source, for messages.
+        roles: whose messages are trained, besides those that say so.
+    """
+
+    messages: tuple[Message, ...]
+    where: str
+    tools: tuple[dict[str, Any], ...] | None = None
+    prompt: int | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    roles: frozenset[str] = ANSWERING
+
+    @property
+    def answers(self) -> list[int]:
+        """The places of the messages that are trained, which are the assistant's for most: see ``roles``."""
+        return [at for at, message in enumerate(self.messages) if self._trains(message)]
+
+    def _trains(self, message: Message) -> bool:
+        said = message["role"] in self.roles or bool(message.get("train") or message.get("training"))
+        return said and not context_only(message)
+
+    @property
+    def speakers(self) -> str:
+        """Whose messages are trained, for messages."""
+        return "the assistant" if self.roles == ANSWERING else " or ".join(sorted(self.roles))
+
+    @property
+    def text(self) -> str:
+        """Everything that is said, a line each."""
+        return valid("\n".join(str(message.get("content", "")) for message in self.messages))
+
+
+def context_only(message: Message) -> bool:
+    """Whether a message says that it is not trained."""
+    return any(message.get(key) == 0 for key in WEIGHT_KEYS)
 
 
 @dataclass(frozen=True)
@@ -49,199 +89,6 @@ class Document:
     """Further numbers of the record, for a loss of the user's."""
     prompt_chars: int | None = None
     """How many characters of the text are a prompt, if it has one."""
-
-
-class Cell(str):
-    """The text of a cell of a .csv file. All cells of a column decide whether they are numbers."""
-
-    __slots__ = ()
-
-    def read_number(self) -> int | float | None:
-        """Read the cell as a number.
-
-        Returns:
-            An integer for a whole number. None if the cell is not a finite number, or is a code with leading
-            zeros such as 007.
-        """
-        text = self.strip()
-        if not _NUMBER.fullmatch(text) or _LEADING_ZERO.match(text):
-            return None
-        number = float(text)
-        if not math.isfinite(number):
-            return None
-        if _INTEGER.fullmatch(text):
-            return int(text)
-        return int(number) if is_whole(number) else number
-
-
-_NUMBER = re.compile(r"[+-]?(\d{1,300}\.?\d{0,300}|\.\d{1,300})([eE][+-]?\d{1,3})?", re.ASCII)
-_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
-_LEADING_ZERO = re.compile(r"[+-]?0\d")
-
-
-def is_whole(number: float) -> bool:
-    """Return whether a float is an integer that floats represent exactly."""
-    return number.is_integer() and abs(number) < 2**53
-
-
-class BadRecords:
-    """Counter of records that are left out because they cannot be read. The first few are printed."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()  # a source is read for its tokenizer, too
-
-    @property
-    def count(self) -> int:
-        return len(self._seen)
-
-    def skip(self, error: UserError) -> None:
-        """Leave out the record that ``error`` names."""
-        if str(error) in self._seen:
-            return
-        self._seen.add(str(error))
-        if self.count <= _MOST_TOLD:
-            tell(f"warning: skipped: {error}")
-
-    def tell(self, name: str) -> None:
-        """Tell how many there were."""
-        if self.count > _MOST_TOLD:
-            tell(f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)")
-
-
-@dataclass
-class BlankRecords:
-    """Counts the records that are left out because their text or target is blank.
-
-    Attributes:
-        count: Records since the count was last reset. A source is read several times.
-    """
-
-    count: int = 0
-
-    def describe(self, name: str, fields: Fields) -> list[str]:
-        """Describe the records that a pass has left out.
-
-        Args:
-            name: The name of the source.
-            fields: The columns that were read.
-
-        Returns:
-            At most one line.
-        """
-        if not self.count:
-            return []
-        columns = repr(fields.text) + (f" or {fields.target!r}" if fields.target is not None else "")
-        records = "record is" if self.count == 1 else "records are"
-        return [f"{name}: {self.count:,} {records} left out, because {columns} is blank"]
-
-
-class CollectedErrors(BadRecords):
-    """Errors of the bad records of a source, so that one message can name them all.
-
-    Args:
-        seconds: Time after which reading on is not worth the wait.
-    """
-
-    def __init__(self, seconds: float = 20.0) -> None:
-        super().__init__()
-        self.errors: list[UserError] = []
-        self.complete = True
-        self._until = time.monotonic() + seconds
-
-    def skip(self, error: UserError) -> None:
-        """Collect an error.
-
-        Raises:
-            EnoughErrors: if the source is not read to its end, because of many errors or a long time.
-        """
-        if str(error) not in self._seen:
-            self._seen.add(str(error))
-            self.errors.append(error)
-        self.check()
-
-    def check(self) -> None:
-        """Raise :class:`EnoughErrors` if the source is not read further."""
-        if len(self.errors) >= _MOST_COLLECTED or time.monotonic() > self._until:
-            self.complete = False
-            raise EnoughErrors
-
-    @property
-    def kinds(self) -> Counter[str]:
-        """Number of errors of each kind."""
-        return Counter(_describe_kind(str(error)) for error in self.errors)
-
-    def to_error(self, name: str) -> UserError:
-        """Build the error that names the first records and counts all by kind.
-
-        Args:
-            name: Source, used in the error message.
-        """
-        lines = list(map(str, self.errors))
-        remedy = "or set data.on_bad_record to skip"
-        if len(lines) == 1:
-            return RecordError(lines[0] if remedy in lines[0] else f"{lines[0]}; {remedy}")
-        kinds = self.kinds
-        counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
-        more = ", ..." if len(kinds) > _MOST_KINDS else ""
-        total = f"{len(lines):,} bad records" + ("" if self.complete else " or more")
-        summary = f"data.source: {name}: {total} ({counts}{more}); correct or remove them, {remedy}"
-        return MistakesError([*lines[:_MOST_NAMED], summary])
-
-
-class EnoughErrors(Exception):  # noqa: N818  (a signal)
-    """Signal that enough bad records of a source are collected."""
-
-
-def _describe_kind(line: str) -> str:
-    """Describe the mistake in an error line, without the record's place and the remedy."""
-    kind = _PLACE.sub("", line).partition(";")[0]
-    kind = re.sub(r"'[^']*'", "'...'", kind)
-    return re.sub(r"\d[\d,]*", "N", re.sub(r" ?\([^()]*\)", "", kind)).strip()
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The names of the columns; ``None`` for columns that the task does not use."""
-
-    text: str = "text"
-    target: str | None = None
-    label: str | None = None
-    text_split: TextSplit = "file"
-    """How a ``.txt`` file is split into documents."""
-    pair: str | None = None
-    prefix: str = ""
-    """Prepended to every text."""
-    columns: tuple[str, ...] = ()
-    """Further columns of numbers."""
-    bad: BadRecords | None = field(default=None, repr=False, compare=False)
-    """Takes the records that cannot be read; None: they end the run."""
-    blank: BlankRecords = field(default_factory=BlankRecords, repr=False, compare=False)
-    """Counts the records without text."""
-    format: Format | None = "text"
-    """Of the records; None: each source recognizes it by its first record."""
-    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Names under which fields of a record are read, with the names of these fields."""
-    roles: frozenset[str] = field(default=ANSWERING, repr=False)
-    """Whose messages of a conversation are trained."""
-
-    def reject(self, error: UserError) -> None:
-        """Leave out the record that ``error`` names.
-
-        Raises:
-            RecordError: if a bad record ends the run.
-        """
-        if self.bad is None:
-            raise RecordError(str(error)) from error.__cause__
-        self.bad.skip(error)
-
-    @property
-    def key(self) -> str:
-        """All that decides which documents a record becomes; a format that is open counts as text."""
-        roles = () if self.roles == ANSWERING else sorted(self.roles)
-        kinds = () if self.label is None else ("whole numbers are classes",)
-        renamed = (self.renamed,) if self.renamed else ()
-        settings = (replace(self, format=self.format or "text"), self.bad is None)
-        return repr((*settings, *roles, *kinds, *renamed))
 
 
 class NoTextError(UserError):
@@ -264,108 +111,6 @@ def changed_meanwhile(path: object) -> UserError:
     )
 
 
-def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
-    """The documents of a row: one, none without text, or a preference's two, the chosen one first.
-
-    Raises:
-        UserError: if a field is missing or has the wrong type. ``where`` names the row.
-    """
-    try:
-        row = rename_fields(row, fields, where)
-        columns = tuple(_number_of(row, name, where) for name in fields.columns)
-        if fields.format not in (None, "text"):
-            from portable.data.sources.conversations import documents_in
-
-            return documents_in(row, fields.format, where, fields.roles, columns)
-        pairs = fields.label is not None and fields.pair is None
-        text = _text_of(row, "text_field", fields.text, where, pairs=pairs)
-        target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
-        label = None if fields.label is None else _label_of(row, fields.label, where)
-        pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
-    except UserError as error:
-        fields.reject(error)
-        return []
-    except Exception as error:  # values that JSON allows and that fit no number, such as 400 digits
-        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
-        refusal = UserError(f"data.source: {where}: cannot use this record ({reason}); correct or remove it")
-        refusal.__cause__ = error
-        fields.reject(refusal)
-        return []
-    if not text.strip() or (target is not None and not target.strip()):
-        fields.blank.count += 1
-        return []
-    return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
-
-
-def rename_fields(row: Mapping[str, Any], fields: Fields, where: str) -> Mapping[str, Any]:
-    """Return the record with its fields under the names that are read.
-
-    Raises:
-        UserError: if the record has no such field.
-    """
-    if not fields.renamed:
-        return row
-    values = {name: _value_of(row, "columns", source, where) for name, source in fields.renamed}
-    sources = {source for _, source in fields.renamed}
-    return {**{name: value for name, value in row.items() if name not in sources}, **values}
-
-
-def _text_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs: bool = False) -> str:
-    value = _value_of(row, key, name, where, pairs=pairs)
-    if not isinstance(value, str):
-        raise UserError(
-            f"data.{key}: {where}: {name!r} is {kind_of(value)}, not a string; "
-            + (
-                f"choose a field in it, such as {name}.{next(iter(value))}"
-                if isinstance(value, dict) and value
-                else "choose a column of text or convert it"
-            )
-        )
-    return valid(value)
-
-
-def _number_of(row: Mapping[str, Any], name: str, where: str) -> float:
-    value = _value_of(row, "columns", name, where)
-    if isinstance(value, Cell):
-        value = float(value) if _NUMBER.fullmatch(value.strip()) else value.strip() or None
-        value = int(value) if isinstance(value, float) and is_whole(value) else value
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        shown = value if isinstance(value, float) else kind_of(value)
-        raise UserError(f"data.columns: {where}: {name!r} is {shown}, not a number; convert it")
-    return int(value) if isinstance(value, bool) else value
-
-
-def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
-    value = _value_of(row, "label_field", name, where)
-    if isinstance(value, list | tuple):
-        # A list of booleans marks the classes of a text: these are numbers, not classes.
-        return tuple(
-            float(item) if isinstance(item, bool) else _one_label(item, name, where) for item in value
-        )
-    label = _one_label(value, name, where)
-    # pandas stores whole numbers as floats if a label is missing.
-    return int(label) if isinstance(label, float) and is_whole(label) else label
-
-
-def _one_label(value: Any, name: str, where: str) -> int | float | str:
-    if isinstance(value, Cell) and not value.strip():
-        value = None
-    if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
-        shown = value if isinstance(value, float) else kind_of(value)
-        raise UserError(
-            f"data.label_field: {where}: {name!r} is {shown}, not a class (an integer or a string), a number "
-            "or a list of these; choose a column of labels"
-        )
-    if isinstance(value, int) and abs(value) >= 1 << 63:
-        raise UserError(
-            f"data.label_field: {where}: {name!r} is an integer of more than 64 bits; use smaller classes"
-        )
-    return int(value) if isinstance(value, bool) else value
-
-
-_MISSING = object()
-
-
 def find_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return the value of a field. A dotted name may be a path to a nested field."""
     if name in row:
@@ -376,32 +121,6 @@ def find_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
             return default
         value = value[part]
     return value
-
-
-def _value_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs: bool = False) -> Any:
-    """Return the value of a field.
-
-    Args:
-        row: The record.
-        key: The setting that names the field, without ``data.``.
-        name: The name of the field.
-        where: The record's place in its source, used in error messages.
-        pairs: Whether a classifier may read a second text.
-
-    Raises:
-        UserError: if the record has no such field.
-    """
-    value = find_value(row, name, _MISSING)
-    if value is not _MISSING:
-        return value
-    fields = list(list_fields(row))
-    near = get_close_matches(name, fields, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the one to read"
-    if pairs and not near and sum(isinstance(find_value(row, field), str) for field in fields) > 1:
-        hint += ", and data.text_pair_field to a second text that the label is about"
-    raise UserError(
-        f"data.{key}: {where}: no field {name!r}; the fields are {listed(fields) or 'none'}{hint}"
-    )
 
 
 def list_fields(row: Mapping[str, Any]) -> Iterator[str]:
@@ -426,22 +145,3 @@ def kind_of(value: object) -> str:
 def listed(names: Iterable[str]) -> str:
     shown = list(islice(names, 21))
     return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
-
-
-def text_only(fields: Fields, what: str) -> None:
-    if fields.format not in (None, "text"):
-        raise UserError(
-            f"data.format: {what} have only text, no {fields.format}; use a data.source with records "
-            "(.jsonl, .json, .csv, .parquet or a hub data set)"
-        )
-    for key, name in (
-        ("columns", fields.columns[0] if fields.columns else None),
-        ("target_field", fields.target),
-        ("label_field", fields.label),
-        ("text_pair_field", fields.pair),
-    ):
-        if name is not None:
-            raise UserError(
-                f"data.{key}: {what} have only text, no {name!r}; use a data.source with that column "
-                "(.jsonl, .json, .csv, .parquet or a hub data set)"
-            )

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.path_or_url import in_store, is_url
 from portable.data.sources.compression import format_of, is_compressed
-from portable.data.sources.documents import Document, changed_meanwhile, digest_of, read_rows
+from portable.data.sources.documents import Document, changed_meanwhile, digest_of
 from portable.data.sources.file_parts import PARTS
 from portable.data.sources.hub_files import files_of_folder
 from portable.data.sources.listing import local_files, remote_files
 from portable.data.sources.reading import reading, unreadable
+from portable.data.sources.records import read_rows
 from portable.data.sources.rows import records_of, texts_of
 from portable.data.sources.source import Shard, Source, SourceSettings
 from portable.errors import MissingDataError, UserError

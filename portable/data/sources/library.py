@@ -10,8 +10,8 @@ import warnings
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.documents import Cell
 from portable.data.sources.parquet_rows import without_nulls
+from portable.data.sources.records import Cell
 from portable.errors import UserError, one_line
 from portable.paths import open_file
 from portable.temporary_folder import scratch_folder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from portable.data.sources.documents import BadRecords, Fields
+    from portable.data.sources.records import BadRecords, Fields
 
 
 def datasets_library(need: str) -> Any:

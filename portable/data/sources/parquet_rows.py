@@ -13,7 +13,7 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from portable.data.sources.documents import Fields
+    from portable.data.sources.records import Fields
 
 _ROWS, _FEWEST, _BATCH_BYTES = 1024, 8, 128 << 20
 

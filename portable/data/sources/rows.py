@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.compression import decompressed, format_of
-from portable.data.sources.documents import PIECE_CHARS, Document, Fields
+from portable.data.sources.documents import PIECE_CHARS, Document
 from portable.data.sources.library import csv_rows
 from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.data.sources.reading import reading
@@ -19,6 +19,8 @@ from portable.paths import open_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from portable.data.sources.records import Fields
 
 
 def texts_of(path: Path, name: str, split: str) -> Iterator[Document]:

@@ -20,20 +20,22 @@ from portable.config.sections import DataConfig, SourceConfig
 from portable.config.sources import number_columns, renamed_fields
 from portable.data.sources.documents import (
     ANSWERING,
-    BadRecords,
-    CollectedErrors,
     Document,
-    EnoughErrors,
-    Fields,
     Format,
     NoTextError,
     RecordError,
     changed_meanwhile,
-    read_rows,
-    rename_fields,
-    text_only,
 )
 from portable.data.sources.reading import reading
+from portable.data.sources.records import (
+    BadRecords,
+    CollectedErrors,
+    EnoughErrors,
+    Fields,
+    read_rows,
+    refuse_columns,
+    rename_fields,
+)
 from portable.errors import MissingDataError, MistakesError, RunError, UserError
 from portable.paths import default_cache_dir
 
@@ -196,7 +198,7 @@ class Source(ABC):
 
     def _take(self, settings: SourceSettings) -> None:
         if self.only_text:
-            text_only(settings.fields, self.only_text)
+            refuse_columns(settings.fields, self.only_text)
         self.settings = settings
         self._key: str | None = None
 

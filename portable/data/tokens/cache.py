@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from portable.data.sources.documents import Cell
+from portable.data.sources.records import Cell
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:

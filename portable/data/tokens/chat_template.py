@@ -45,8 +45,7 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portable.data.sources.conversations import Conversation
-    from portable.data.sources.documents import Document
+    from portable.data.sources.documents import Conversation, Document
     from portable.data.tokens.tokenize import Frame
 
 BUILT_IN = {"chatml": CHATML}

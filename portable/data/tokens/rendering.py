@@ -15,16 +15,15 @@ from datetime import datetime
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.data.sources.conversations import FIRST, SELDOM, Conversation, context_only
-from portable.data.sources.documents import ANSWERING, RecordError, valid
+from portable.data.sources.conversations import FIRST, SELDOM
+from portable.data.sources.documents import ANSWERING, Conversation, RecordError, context_only, valid
 from portable.errors import UserError, one_line
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from portable.data.sources.conversations import Message
-    from portable.data.sources.documents import Document
+    from portable.data.sources.documents import Document, Message
 
 TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
 DAY = "2025-01-01"

@@ -15,13 +15,8 @@ import numpy as np
 from tqdm import tqdm
 
 from converters.writers.parallel import cores
-from portable.data.sources.documents import (
-    PIECE_CHARS,
-    CollectedErrors,
-    Document,
-    EnoughErrors,
-    digest_of,
-)
+from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
+from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
 from portable.data.tokens.bounded_tokenizer import encode, encode_targets
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
