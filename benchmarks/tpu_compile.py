@@ -22,7 +22,7 @@ from portable.adapters.settings import resolved
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
-from portable.planner.compiled import Collective
+from portable.planner.compiled_graph import Collective
 from portable.planner.device_lookup import named
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel

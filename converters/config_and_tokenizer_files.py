@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
-    from converters.writers.conversion import Entry
+    from converters.tensors.entry import Entry
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from portable.errors import UserError
-from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, NOT_MEASURED, Device, Reached
+from portable.planner.device import KEPT_FOR_COLLECTIVES, NOT_MEASURED, Device, Reached
 
 Value = TypeVar("Value")
 

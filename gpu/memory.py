@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from portable.backend import Diagnostics
-from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
+from portable.planner.device import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
 from portable.private import of_torch
 
 if TYPE_CHECKING:

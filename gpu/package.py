@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from portable.backend import Diagnostics
-    from portable.planner.device_lookup import Device
+    from portable.planner.device import Device
 
 # NCCL's flight recorder, on unless the user sets it. Older and newer torch name it differently.
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from portable.planner.device_lookup import NOT_MEASURED, Device, Reached
+from portable.planner.device import NOT_MEASURED, Device, Reached
 
 GIB = 2**30
 

@@ -32,6 +32,7 @@ from converters.storage.places import files_below, side_by_side
 from converters.storage.safe_open import open_regular
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
 from converters.tensors.dtypes import itemsize
+from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
@@ -75,26 +76,6 @@ class Choices:
     dtype: str = "keep"
     max_shard_size: int = 5_000_000_000
     optimizer: bool = False
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Tensor to write.
-
-    Attributes:
-        name: Name of the tensor, which must be unique in the output.
-        dtype: Safetensors dtype of the written tensor, such as `"F32"`.
-        tensor: Source tensor. If its dtype differs from `dtype`, the tensor is cast during writing.
-    """
-
-    name: str
-    dtype: str
-    tensor: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the written tensor in bytes."""
-        return self.tensor.numel * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)

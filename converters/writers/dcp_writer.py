@@ -16,9 +16,9 @@ from converters.formats.dcp.reader import read_tensors
 from converters.names.tied_weights import OTHER_HEAD, find_implied_ties
 from converters.storage.safe_open import read_small_table
 from converters.tensors.dtypes import TO_TORCH
+from converters.tensors.entry import Entry
 from converters.writers.conversion import (
     Choices,
-    Entry,
     Part,
     Plan,
     PlannedFile,

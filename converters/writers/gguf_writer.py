@@ -24,10 +24,11 @@ from converters.storage.folder import Folder
 from converters.tensors.casting import parse_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
+from converters.tensors.entry import Entry
 from converters.tensors.ggml import BLOCK, KINDS, ggml_blocks
 from converters.tensors.rearranged import joined, part, permuted, reshaped, selected, transposed
 from converters.tensors.tensor import Tensor
-from converters.writers.conversion import Entry, Part, Plan, PlannedFile, model_entries
+from converters.writers.conversion import Part, Plan, PlannedFile, model_entries
 from converters.writers.gguf_models import MODELS, settings_of
 from converters.writers.gguf_tokenizer import add_tokenizer
 

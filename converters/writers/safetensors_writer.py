@@ -26,7 +26,6 @@ from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
 from converters.writers.conversion import (
     Choices,
-    Entry,
     Plan,
     PlannedFile,
     carry_out,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
+    from converters.tensors.entry import Entry
     from converters.tensors.tensor import Tensor
     from converters.writers.conversion import Options
 

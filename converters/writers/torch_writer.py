@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.config_and_tokenizer_files import small_files
 from converters.errors import CheckpointError
+from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import (
     Choices,
-    Entry,
     Plan,
     PlannedFile,
     model_entries,

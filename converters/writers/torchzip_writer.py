@@ -15,8 +15,9 @@ from converters.containers.torchzip import TorchZip
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.folder import Folder
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
+from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor, row_major
-from converters.writers.conversion import Entry, Part, Trailer
+from converters.writers.conversion import Part, Trailer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

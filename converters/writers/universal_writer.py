@@ -20,10 +20,10 @@ from converters.errors import CheckpointError, CommandError, OptimizerStateError
 from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
 from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
+from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import (
     Choices,
-    Entry,
     Plan,
     PlannedFile,
     model_entries,

@@ -15,16 +15,8 @@ from gpu.zero import buckets
 from gpu.zero.checks import OPTIMIZERS
 from portable.config.derived import ZERO
 from portable.engines.volumes import across_nodes, elements
-from portable.planner.memory_model import (
-    COMPUTE_BYTES,
-    MASTER,
-    Cluster,
-    Footprint,
-    Setting,
-    Traffic,
-    orthogonalizing,
-    user_moment_bytes,
-)
+from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Setting, Traffic, orthogonalizing
+from portable.planner.optimizer_memory import MASTER, user_moment_bytes
 from portable.plugins import names_code
 
 if TYPE_CHECKING:

@@ -21,12 +21,14 @@ from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
 from portable.errors import UserError, require
-from portable.planner.device_lookup import Device, parse_devices, rented
+from portable.planner.device_lookup import parse_devices, rented
 from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from importlib.resources.abc import Traversable
+
+    from portable.planner.device import Device
 
 _CONDITIONS = ("several", "mixed", "alike", "selected")
 """Several nodes with GPUs; GPUs or TPUs; only one of the two; a TPU slice, which labels select."""

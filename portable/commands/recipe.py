@@ -17,7 +17,7 @@ from portable.errors import UserError
 from portable.formatting import human_bytes
 from portable.model.build import limit_length, model_config, positions
 from portable.model.document_attention import explain_mixing
-from portable.planner.device_lookup import Device, known_devices
+from portable.planner.device_lookup import known_devices
 from portable.planner.hours import Hours, Work, hours_of
 from portable.planner.plan import Option, Planner
 from portable.planner.preparation import build_meta_model, choose_target
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from portable.config import RunConfig
+    from portable.planner.device import Device
     from portable.planner.meta_model import MetaModel
 
 _LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = BY_TRAINING["data.seq_len"].finetuning, 1024

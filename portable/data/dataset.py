@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from portable.data.stream import Stream
     from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.cache import TokenCache
-    from portable.data.tokens.tokenize import Frame
+    from portable.data.tokens.frame import Frame
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portable.data.samples.truncation import Truncated
     from portable.data.sources.source import Source
     from portable.data.tokenization import TokenizedSource
-    from portable.data.tokens.tokenize import Frame
+    from portable.data.tokens.frame import Frame
 
 _COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
 MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning

@@ -28,7 +28,8 @@ from portable.data.sources.opening import StreamedFiles
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.data.tokens.cache import TokenCache
-from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
+from portable.data.tokens.frame import Frame, special_token_frame
+from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
 from portable.errors import UserError, one_line
 

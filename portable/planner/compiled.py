@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from portable.formatting import aligned, human_bytes, table
+from portable.planner.compiled_graph import Compiled, CompiledGraph
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,128 +22,8 @@ _SHOWN = 5
 """Large values that the text lists for a graph."""
 
 
-@dataclass(frozen=True)
-class Collective:
-    """All collectives of one kind in a graph. A loop's count as often as it runs."""
-
-    count: int = 0
-    bytes: int = 0
-    """Bytes that a device sends, on a ring."""
-    asynchronous: int = 0
-    """How many have a start and an end of their own in the schedule."""
-    overlapped: int = 0
-    """How many of these have computation between the two."""
-    compute_cycles: int = 0
-    """The compiler's estimate of the cycles of that computation."""
-
-    def __add__(self, other: Collective) -> Collective:
-        return Collective(
-            *(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True))
-        )
-
-    def __mul__(self, times: int) -> Collective:
-        return Collective(*(value * times for value in asdict(self).values()))
-
-
-@dataclass(frozen=True)
-class LargeValue:
-    """A result in device memory with at least as many elements as the logits of a device's micro-batch."""
-
-    shape: str
-    bytes: int
-    operation: str
-    """Of the model, as far as the compiler has kept it."""
-    source: str
-    """``models/llama.py:12``; empty where unknown."""
-    count: int = 1
-
-
-@dataclass(frozen=True)
-class CompiledGraph:
-    """One graph, as compiled; sizes in bytes, FLOPs and traffic of one device."""
-
-    name: str
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    """Arguments whose memory results take over."""
-    temporary_bytes: int
-    code_bytes: int
-    flops: float
-    bytes_accessed: float
-    """By the compiler's cost analysis, which takes no account of what stays in caches."""
-    compile_seconds: float
-    collectives: dict[str, Collective] = field(default_factory=dict)
-    large_values: tuple[LargeValue, ...] = ()
-    custom_calls: dict[str, int] = field(default_factory=dict)
-    host_transfers: tuple[str, ...] = ()
-    """Instructions that wait for the host."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def working_bytes(self) -> int:
-        """Device memory that the graph takes beside its arguments and code while it runs."""
-        return self.output_bytes - self.alias_bytes + self.temporary_bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(found.bytes for found in self.collectives.values())
-
-
 GRAPH = TypeAdapter(CompiledGraph)
 """Makes a graph of what :func:`dataclasses.asdict` made of one."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A run's graphs, compiled for a topology."""
-
-    topology: str
-    compiler: str
-    """Name and version."""
-    hbm_bytes: int
-    """Bytes of a device's memory that programs may fill."""
-    graphs: tuple[CompiledGraph, ...]
-    problems: tuple[str, ...] = ()
-    """Why a graph, or all of them together, do not fit; a line each. A graph that alone does not fit is not
-    among ``graphs``."""
-    needed_bytes: int = 0
-    """The most that such a graph would take, by the compiler; 0 if there is none."""
-    notes: tuple[str, ...] = ()
-    host_bytes: int = 0
-    """The most memory of this machine that the compiler took."""
-
-    @property
-    def state_bytes(self) -> int:
-        """The largest arguments: the state that stays from graph to graph, with a batch."""
-        return max((graph.argument_bytes for graph in self.graphs), default=0)
-
-    @property
-    def working_bytes(self) -> int:
-        """The most that a graph takes while it runs."""
-        return max((graph.working_bytes for graph in self.graphs), default=0)
-
-    @property
-    def code_bytes(self) -> int:
-        """Of all graphs: their programs stay loaded."""
-        return sum(graph.code_bytes for graph in self.graphs)
-
-    @property
-    def peak_bytes(self) -> int:
-        """State, the code of all graphs, and what the largest of them takes while it runs."""
-        return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)
-
-    @property
-    def fits(self) -> bool:
-        return not self.problems and self.peak_bytes <= self.hbm_bytes
-
-    def graph(self, name: str) -> CompiledGraph | None:
-        return next((graph for graph in self.graphs if graph.name == name), None)
-
-    def sent_bytes(self, micro_batches: int) -> int:
-        """Bytes that a device sends in a step of ``micro_batches`` micro-batches."""
-        times = {"step": 1, "micro-batch": micro_batches, "update": 1}
-        return sum(graph.sent_bytes * times.get(graph.name, 0) for graph in self.graphs)
 
 
 def advised(compiled: Compiled, remedy: str) -> Compiled:

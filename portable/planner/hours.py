@@ -19,7 +19,7 @@ from portable.planner.device_lookup import named, rented
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.data.sizes import DataSizes
-    from portable.planner.device_lookup import Device
+    from portable.planner.device import Device
     from portable.planner.plan import Option, Planner
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from portable.planner.memory_model import moment_bytes
+from portable.planner.optimizer_memory import moment_bytes
 
 if TYPE_CHECKING:
     from portable.config.sections import TrainConfig

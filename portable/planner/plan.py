@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.config import RunConfig
-    from portable.planner.device_lookup import Device
+    from portable.planner.device import Device
     from portable.planner.inventory import Inventory
     from portable.planner.meta_model import MetaModel
 

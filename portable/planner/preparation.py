@@ -14,7 +14,7 @@ from portable.terminal import loading, tell
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.planner.device_lookup import Device
+    from portable.planner.device import Device
     from portable.planner.meta_model import MetaModel
 
 

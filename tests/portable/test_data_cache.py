@@ -19,7 +19,8 @@ from portable.data.sources.source import Source
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
-from portable.data.tokens.tokenize import TokenizeJob, special_token_frame
+from portable.data.tokens.frame import special_token_frame
+from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
 from tests.portable.data_support import corpus, settings_of, source, texts, write_jsonl

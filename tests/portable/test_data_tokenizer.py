@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, EsmTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
-from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
+from portable.data.tokens.frame import Frame, special_token_frame
+from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     load_tokenizer,

@@ -19,7 +19,8 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.formatting import human_bytes
 from portable.planner.cli import main
-from portable.planner.compiled import Collective, Compiled, CompiledGraph, LargeValue, advised, compare
+from portable.planner.compiled import advised, compare
+from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph, LargeValue
 from portable.planner.memory_model import Setting
 from portable.planner.plan import DeviceBytes, Option
 from tests.ranks import wait_for

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes
-from portable.planner.compiled import GRAPH, Compiled
+from portable.planner.compiled import GRAPH
+from portable.planner.compiled_graph import Compiled
 from portable.temporary_folder import scratch_folder
 from portable.terminal import at_a_terminal
 from tpu.compile.child import ask

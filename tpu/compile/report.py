@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from portable.planner.compiled import Collective, LargeValue
+from portable.planner.compiled_graph import Collective, LargeValue
 from tpu.compile.hlo import HOST_MEMORY, Module
 
 if TYPE_CHECKING:

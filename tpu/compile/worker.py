@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.planner.compiled import CompiledGraph
+from portable.planner.compiled_graph import CompiledGraph
 from tpu.compile.child import answers, answers_and_ends, given
 from tpu.compile.hlo import Module
 from tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology

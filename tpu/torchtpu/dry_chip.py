@@ -25,7 +25,7 @@ from tpu.compile.worker import measured
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portable.planner.compiled import CompiledGraph
+    from portable.planner.compiled_graph import CompiledGraph
     from tpu.compile.libtpu import Topology
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)

@@ -22,7 +22,7 @@ from portable.errors import UserError, one_line, require
 from portable.loop import train_step
 from portable.model.parameters import state_tensors
 from portable.model.tensors import ComputedTensor
-from portable.planner.compiled import Collective, Compiled, CompiledGraph
+from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph
 from portable.temporary_folder import scratch_folder
 from tpu.compile.child import answers_and_ends, ask, given, last_words
 from tpu.compile.compiler import NO_VALUES, find_library, summary

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from portable.config import RunConfig
-    from portable.planner.compiled import Compiled
-    from portable.planner.device_lookup import Device
+    from portable.planner.compiled_graph import Compiled
+    from portable.planner.device import Device
     from portable.registry import CompileTarget
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"

@@ -11,15 +11,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.checks import check
-from portable.planner.memory_model import (
-    COMPUTE_BYTES,
-    MASTER,
-    Cluster,
-    Footprint,
-    Setting,
-    Traffic,
-    moment_bytes,
-)
+from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Setting, Traffic
+from portable.planner.optimizer_memory import MASTER, moment_bytes
 from portable.planner.passes import Compiler
 from tpu.xla.checks import GATHERED_ONCE
 from tpu.xla.sharding import HYBRID, LANES, ShardingRules, turned

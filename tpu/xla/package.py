@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.config.rules import Problem
-    from portable.planner.compiled import Compiled
-    from portable.planner.device_lookup import Device
+    from portable.planner.compiled_graph import Compiled
+    from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
     from portable.registry import CompileTarget
 

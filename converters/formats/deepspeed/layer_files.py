@@ -18,76 +18,25 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
-from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.checks import rounds_to_copy, same
-from converters.formats.deepspeed.rank_files import Weights, load
+from converters.formats.deepspeed.expert_files import iter_layer_tensors
+from converters.formats.deepspeed.rank_files import Weights
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from converters.checkpoint import Scalar
+    from converters.containers.torchzip import StoredTensor
     from converters.formats.deepspeed.rank_files import ModelFile
     from converters.formats.deepspeed.run import SavedRun
     from converters.storage.folder import Folder
 
-_EXPERT_FILE = re.compile(r"layer_\d{1,9}_expert_(\d{1,9})_mp_rank_00_model_states\.pt")
-_EXPERT = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..+)")
 _LAYER_FILE = re.compile(r"layer_(\d{2,9})-(?:model_00-)?model_states\.pt")
-TIED = "tied_modules."
 _UNTIED = "it is not among the tied_weight_attr of its layer, or the files are of two runs or steps"
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
-
-
-def _tensors_in(
-    folder: Folder, files: Sequence[str], pattern: re.Pattern[str], other: str
-) -> Iterator[tuple[str, int, str, StoredTensor]]:
-    """(file, number in its name, key, tensor) of each tensor; `other` says what a file of another name is."""
-    for name in files:
-        where, match = str(folder.path / name), pattern.fullmatch(name)
-        if match is None:
-            raise CheckpointError(f"{where}: {other}")
-        for key, value in load(folder, name).items():
-            if not isinstance(key, str) or not isinstance(value, StoredTensor):
-                raise CheckpointError(f"{where}: not the weights of a layer")
-            yield where, int(match[1]), key, value
-
-
-class Experts:
-    """The weights of all experts, by name.
-
-    Raises:
-        CheckpointError: a file is damaged or renamed, or holds something else.
-    """
-
-    def __init__(self, folder: Folder, files: Sequence[str]) -> None:
-        self.where = str(folder.path)
-        self.stored: dict[str, StoredTensor] = {}
-        other = (
-            "expert parallel checkpoints of this form are not supported; only those of "
-            "deepspeed.moe.layer.MoE under ZeRO 1 and 2, without tensor parallelism"
-        )
-        for where, number, key, value in _tensors_in(folder, files, _EXPERT_FILE, other):
-            found = _EXPERT.fullmatch(key)
-            if found is None or int(found[2]) != number:
-                raise CheckpointError(f"{where}: not the expert parallel weights of its expert")
-            if self.stored.setdefault(key, value) is not value:
-                raise CheckpointError(f"{where}: {key!r} is in another file too")
-
-    def local(self, names: Iterable[str]) -> bool:
-        """Whether the parameters of a group are those of experts; CheckpointError if only some are."""
-        found = {_EXPERT.fullmatch(name) is not None for name in names}
-        if len(found) > 1:
-            raise CheckpointError(f"{self.where}: damaged, a group holds parameters of experts and others")
-        return True in found
-
-    def names(self, local: Iterable[str], at: int) -> dict[str, str]:
-        """The names of one set of ranks, the `at`-th, for their experts -> those in the whole model."""
-        matches = [match for name in local if (match := _EXPERT.fullmatch(name))]
-        count = 1 + max((int(match[2]) for match in matches), default=0)
-        return {match[0]: f"{match[1]}{int(match[2]) + at * count}{match[3]}" for match in matches}
 
 
 class Layers:
@@ -101,7 +50,7 @@ class Layers:
         self.where = str(folder.path)
         self.stored: dict[str, StoredTensor] = {}
         other = "pipeline parallel checkpoints with tensor parallel ranks are not supported"
-        for where, number, key, value in _tensors_in(folder, files, _LAYER_FILE, other):
+        for where, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, other):
             if self.stored.setdefault(f"{number}.{key}", value) is not value:
                 raise CheckpointError(f"{where}: its layer is in another file too")
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _OPTIM = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
+TIED = "tied_modules."
+"""Prefix of the parameters of a pipeline that several layers share."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?(?:expert_|expp_rank_).*\.pt")
 _LAYER = re.compile(r"layer_\d+.*model_states\.pt")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
-from converters.formats.deepspeed.layer_files import Experts, Layers, optimizer_of_stages
+from converters.formats.deepspeed.expert_files import Experts
+from converters.formats.deepspeed.layer_files import Layers, optimizer_of_stages
 from converters.formats.deepspeed.rank_files import (
     checkpoint_of,
     find_names,

@@ -25,9 +25,9 @@ from converters.formats.deepspeed.flat_layout import (
     join,
     piece_of,
 )
-from converters.formats.deepspeed.layer_files import TIED
 from converters.formats.deepspeed.optimizer import build_optimizer, optimizer_steps
 from converters.formats.deepspeed.rank_files import (
+    TIED,
     ModelFile,
     OptimFile,
     Weights,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from converters.checkpoint import OptimizerState
-    from converters.formats.deepspeed.layer_files import Experts
+    from converters.formats.deepspeed.expert_files import Experts
     from converters.storage.folder import Folder
     from converters.tensors.tensor import Tensor
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.data.sources.documents import Conversation, Document
-    from portable.data.tokens.tokenize import Frame
+    from portable.data.tokens.frame import Frame
 
 BUILT_IN = {"chatml": CHATML}
 VERSION = 4  # of the conversion of records to tokens and masks; a change rebuilds the caches

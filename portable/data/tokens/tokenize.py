@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter, deque
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from portable.data.sources.source import Shard, Source, SourceSettings
     from portable.data.tokens.chat_template import ChatTemplate
+    from portable.data.tokens.frame import Frame
 
 TOKENS = "tokens"
 """The folder of a cache with the token caches."""
@@ -43,47 +44,6 @@ _BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
 _BATCH_DOCUMENTS = 4096
 _CHAT_CHARS = 1 << 18  # small enough to keep all processes busy
 _ALONE = 16  # batches of it: about as long as processes take to start
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The special tokens around each document."""
-
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
-    target: Frame | None = field(default=None, repr=False)
-    """The special tokens around a target text, if different."""
-    once: bool = field(default=False, compare=False)
-    """Whether a text that ends in the suffix gets no second one."""
-
-
-def special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
-    """The special tokens that ``task`` puts around a document.
-
-    A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
-    tokenizer's prefix and suffix, or the end token if it has no suffix.
-
-    Args:
-        task: one of ``TASKS``.
-        vocabulary: of the texts.
-        target: of the targets, if there are any.
-
-    Raises:
-        UserError: if the tokenizer has no end token.
-    """
-    if target is not None:
-        framed, apart = special_token_frame(task, vocabulary), special_token_frame(task, target)
-        return framed if apart == framed else replace(framed, target=apart)
-    if task == "sequence-classification":
-        return Frame(vocabulary.prefix, vocabulary.suffix)
-    if task != "causal-lm" and vocabulary.suffix:
-        return Frame(vocabulary.prefix, vocabulary.suffix)
-    if vocabulary.end is None:
-        raise UserError(
-            "data.tokenizer: it has no eos_token for the end of a document; set one in its "
-            "tokenizer_config.json, or use another tokenizer"
-        )
-    return Frame(vocabulary.prefix, (vocabulary.end,), once=task == "causal-lm")
 
 
 @dataclass(frozen=True)

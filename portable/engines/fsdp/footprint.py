@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING
 
 from portable.engines.volumes import across_nodes, elements
 from portable.errors import UserError
-from portable.planner.memory_model import (
-    COMPUTE_BYTES,
-    MASTER,
-    Cluster,
-    Footprint,
-    Traffic,
-    moment_bytes,
-    orthogonalizing,
-)
+from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, orthogonalizing
+from portable.planner.optimizer_memory import MASTER, moment_bytes
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

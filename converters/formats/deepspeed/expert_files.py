@@ -1,0 +1,85 @@
+"""Files of the experts of a mixture, as DeepSpeed saves them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError
+from converters.formats.deepspeed.rank_files import load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from converters.storage.folder import Folder
+
+_EXPERT_FILE = re.compile(r"layer_\d{1,9}_expert_(\d{1,9})_mp_rank_00_model_states\.pt")
+_EXPERT = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..+)")
+
+
+def iter_layer_tensors(
+    folder: Folder, files: Sequence[str], pattern: re.Pattern[str], other: str
+) -> Iterator[tuple[str, int, str, StoredTensor]]:
+    """Iterate over the tensors of files that contain the weights of layers.
+
+    Args:
+        folder: Checkpoint folder.
+        files: Names of the files.
+        pattern: Pattern of the file names, whose first group is a number.
+        other: Message of the error for a file of another name.
+
+    Yields:
+        Tuples of the file, the number in its name, the key and the tensor.
+
+    Raises:
+        CheckpointError: If a file has another name, or contains something other than tensors.
+    """
+    for name in files:
+        where, match = str(folder.path / name), pattern.fullmatch(name)
+        if match is None:
+            raise CheckpointError(f"{where}: {other}")
+        for key, value in load(folder, name).items():
+            if not isinstance(key, str) or not isinstance(value, StoredTensor):
+                raise CheckpointError(f"{where}: not the weights of a layer")
+            yield where, int(match[1]), key, value
+
+
+class Experts:
+    """The weights of all experts, by name.
+
+    Raises:
+        CheckpointError: a file is damaged or renamed, or holds something else.
+    """
+
+    def __init__(self, folder: Folder, files: Sequence[str]) -> None:
+        self.where = str(folder.path)
+        self.stored: dict[str, StoredTensor] = {}
+        other = (
+            "expert parallel checkpoints of this form are not supported; only those of "
+            "deepspeed.moe.layer.MoE under ZeRO 1 and 2, without tensor parallelism"
+        )
+        for where, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, other):
+            found = _EXPERT.fullmatch(key)
+            if found is None or int(found[2]) != number:
+                raise CheckpointError(f"{where}: not the expert parallel weights of its expert")
+            if self.stored.setdefault(key, value) is not value:
+                raise CheckpointError(f"{where}: {key!r} is in another file too")
+
+    def local(self, names: Iterable[str]) -> bool:
+        """Whether the parameters of a group are those of experts; CheckpointError if only some are."""
+        found = {_EXPERT.fullmatch(name) is not None for name in names}
+        if len(found) > 1:
+            raise CheckpointError(f"{self.where}: damaged, a group holds parameters of experts and others")
+        return True in found
+
+    def names(self, local: Iterable[str], at: int) -> dict[str, str]:
+        """Map the names of the experts on one set of ranks to their names in the complete model.
+
+        Args:
+            local: Names of parameters on these ranks.
+            at: Index of the set of ranks.
+        """
+        matches = [match for name in local if (match := _EXPERT.fullmatch(name))]
+        count = 1 + max((int(match[2]) for match in matches), default=0)
+        return {match[0]: f"{match[1]}{int(match[2]) + at * count}{match[3]}" for match in matches}

@@ -1,0 +1,31 @@
+"""Tensors to write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.tensors.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from converters.tensors.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tensor to write.
+
+    Attributes:
+        name: Name of the tensor, which must be unique in the output.
+        dtype: Safetensors dtype of the written tensor, such as `"F32"`.
+        tensor: Source tensor. If its dtype differs from `dtype`, the tensor is cast during writing.
+    """
+
+    name: str
+    dtype: str
+    tensor: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the written tensor in bytes."""
+        return self.tensor.numel * itemsize(self.dtype)

@@ -1,0 +1,52 @@
+"""Special tokens around a document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from portable.data.tokens.tokenizer import Vocabulary
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The special tokens around each document."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    target: Frame | None = field(default=None, repr=False)
+    """The special tokens around a target text, if different."""
+    once: bool = field(default=False, compare=False)
+    """Whether a text that ends in the suffix gets no second one."""
+
+
+def special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
+    """Build the special tokens that a task puts around a document.
+
+    A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
+    tokenizer's prefix and suffix, or the end token if it has no suffix.
+
+    Args:
+        task: One of ``TASKS``.
+        vocabulary: Vocabulary of the texts.
+        target: Vocabulary of the targets, if there are any.
+
+    Raises:
+        UserError: If the tokenizer has no end token.
+    """
+    if target is not None:
+        framed, apart = special_token_frame(task, vocabulary), special_token_frame(task, target)
+        return framed if apart == framed else replace(framed, target=apart)
+    if task == "sequence-classification":
+        return Frame(vocabulary.prefix, vocabulary.suffix)
+    if task != "causal-lm" and vocabulary.suffix:
+        return Frame(vocabulary.prefix, vocabulary.suffix)
+    if vocabulary.end is None:
+        raise UserError(
+            "data.tokenizer: it has no eos_token for the end of a document; set one in its "
+            "tokenizer_config.json, or use another tokenizer"
+        )
+    return Frame(vocabulary.prefix, (vocabulary.end,), once=task == "causal-lm")
