@@ -13,6 +13,8 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, ROWS, SCHEDULERS
+from portable.config.importing.rows import cells, nothing
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,8 +27,6 @@ from pydantic import (
 
 from gpu.zero import private_api
 from portable.config import keys
-from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, ROWS, SCHEDULERS
-from portable.config.importing.rows import cells, nothing
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
