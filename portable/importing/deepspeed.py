@@ -571,8 +571,8 @@ KEYS: ForeignKeys = {
         Refused("leave it out"),
     ),
 }
-REFUSED_SECTIONS = {name for name, key in KEYS.items() if isinstance(key, Refused) and "." not in name}
-"""Sections of DeepSpeed that cannot be used, except for the values that DeepSpeed would assume anyway."""
+REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, Refused)}
+"""Keys and sections of DeepSpeed that cannot be used."""
 
 
 def finish(file: ForeignFile, devices: int) -> None:
