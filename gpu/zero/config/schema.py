@@ -21,7 +21,7 @@ from portable.config import keys
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
-from portable.importing.deepspeed import AUTO, OPTIMIZERS, REFUSED_SECTIONS, SCHEDULERS
+from portable.importing.deepspeed import AUTO, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
 from portable.importing.foreign_keys import is_off
 
 if TYPE_CHECKING:
@@ -33,10 +33,15 @@ _BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 """A batch for the parser, which needs one. The batch of the run is checked with the number of ranks."""
 _OURS = ("optimizer", "scheduler", "train_batch_size", *_BATCH)
 """Keys that the parser does not judge, because the run builds the batch, the optimizer and the schedule."""
-_REFUSED = REFUSED_SECTIONS | {"data_efficiency"}
+_REFUSED = REFUSED_KEYS | {"data_efficiency"}
 """Sections that are refused if they are on, so their inner keys do not matter."""
 _DTYPES = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"))
 """Keys that DeepSpeed only reads when it trains."""
+
+
+def _is_judged_elsewhere(path: Path) -> bool:
+    """Return whether a key is refused anyway, or is in a section that DeepSpeed has a model for."""
+    return path[0] in _REFUSED | private_api.config_models().keys() or ".".join(path) in _REFUSED
 
 
 class RecordedSection(dict[str, Any]):
@@ -55,8 +60,7 @@ class RecordedSection(dict[str, Any]):
         super().__init__(
             {
                 key: RecordedSection(value, (*path, key), self.last)
-                if isinstance(value, dict)
-                and (*path, key)[0] not in _REFUSED | private_api.config_models().keys()
+                if isinstance(value, dict) and not _is_judged_elsewhere((*path, key))
                 else value
                 for key, value in values.items()
             }
@@ -194,7 +198,8 @@ def _iter_wrong(recorded: RecordedSection) -> Iterator[str]:
             if path in _DTYPES and not private_api.is_dtype(value):
                 yield f"{'.'.join(path)}: {shown(value)} is not a dtype that DeepSpeed knows"
             default = section.defaults.get(key)
-            if default is None or (isinstance(value, dict) and isinstance(default, dict)):
+            is_section = isinstance(value, dict) and isinstance(default, dict)
+            if default is None or is_section or ".".join(path) in _REFUSED:
                 continue
             try:
                 TypeAdapter(_find_type(default), config=_STRICT).validate_python(value)
@@ -256,7 +261,7 @@ def drop_unset(document: dict[str, Any]) -> list[Path]:
         Path of each unknown key that was removed.
     """
     models = private_api.config_models()
-    for section in REFUSED_SECTIONS & models.keys():
+    for section in REFUSED_KEYS & models.keys():
         if isinstance(inside := document.get(section), dict):
             defaults = models[section]().model_dump(exclude_none=True)
             left = {k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])}
