@@ -64,7 +64,7 @@ def check_checkpointer(value: Any, _: ForeignFile) -> None:
 
 def read_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Read the adapter from the builder of the model, such as ``lora_llama3_8b``."""
-    kind, _, model = last_part(value).partition("_")
+    kind, _underscore, model = last_part(value).partition("_")
     return ADAPTERS.get(kind, {}) if model else {}
 
 

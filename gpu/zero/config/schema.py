@@ -162,8 +162,8 @@ def _judge_by_models(document: Mapping[str, Any], judgment: Judgment) -> None:
 
 def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
     values = {key: value for key, value in without_auto(document).items() if key not in _OURS} | _BATCH
-    for *section, name in judgment.unknown:
-        _find_section(values, section).pop(name, None)
+    for path in judgment.unknown:
+        _find_section(values, path[:-1]).pop(path[-1], None)
     recorded = RecordedSection(values)
     problem: Exception | None = None
     try:
@@ -174,8 +174,8 @@ def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
     if wrong is not None:
         judgment.wrong = wrong
     elif isinstance(problem, TypeError | AttributeError | LookupError):
-        path = recorded.last[-1]
-        judgment.wrong = f"{'.'.join(path)}: DeepSpeed cannot read {shown(_find(values, path))}"
+        last = recorded.last[-1]
+        judgment.wrong = f"{'.'.join(last)}: DeepSpeed cannot read {shown(_find(values, last))}"
     elif problem is not None:  # its sections do not say where in the file they are
         judgment.wrong = str(problem) or type(problem).__name__
     else:
@@ -309,7 +309,7 @@ def check(document: dict[str, Any], name: str) -> None:
         raise UserError(one_line(f"{name}: {judgment.wrong}"))
 
 
-def without_auto(values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+def without_auto(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     """``values`` without those that are ``auto``."""
     return {
         key: without_auto(value, (*path, key)) if isinstance(value, dict) else value
