@@ -14,6 +14,7 @@ from pydantic import Field
 from converters.commands import version_line
 from converters.console import say
 from portable.config import flags
+from portable.config.foreign import load_accelerate_reader
 from portable.config.load import assemble, parse_file
 from portable.config.numbers import Reason
 from portable.config.origins import Origin
@@ -154,13 +155,9 @@ def read_command(
             parsed.overrides.append(flags.Override((section, setting), True, switch))
     accelerate = []
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # every launcher of Accelerate sets it
-        from portable.config.importing.importer import read_environment
-
-        accelerate.append(read_environment(os.environ))
+        accelerate.append(load_accelerate_reader().read_environment(os.environ))
     if (path := given.pop("accelerate_config", None)) is not None:
-        from portable.config.importing.importer import read_accelerate
-
-        accelerate.append(file := read_accelerate(parse_file(Path(path)), path))
+        accelerate.append(file := load_accelerate_reader().read_accelerate(parse_file(Path(path)), path))
         if file.processes is not None:
             given.setdefault("nproc", file.processes)
         if file.gpu_ids is not None:

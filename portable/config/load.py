@@ -18,7 +18,7 @@ from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
-    from portable.config.importing.rows import Imported
+    from portable.importing.foreign_file import ImportedRun
 
     Source = Union[str, Place, Mapping[str, Any]]  # noqa: UP007
     """A YAML file, or its content."""
@@ -74,7 +74,7 @@ def load_config(
 def assemble(
     sources: Sequence[Source],
     overrides: Sequence[flags.Override],
-    accelerate: Sequence[Imported] = (),
+    accelerate: Sequence[ImportedRun] = (),
 ) -> RunConfig:
     """``load_config`` with parsed overrides and settings from Accelerate.
 

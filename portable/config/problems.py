@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
+from portable.config.foreign import load_foreign_names
 from portable.config.origins import MOST, Origin, shown
 from portable.config.sections import ONE, SEVERAL
 from portable.config.suggest import did_you_mean, did_you_mean_word, what_to_do
@@ -52,18 +53,16 @@ def build(
         return model.model_validate(values)
     except ValidationError as error:
         details = error.errors()
-    from portable.config.importing.importer import program_of
-
     problems = [(_setting_of(detail), _problem(model, values, origins or {}, detail)) for detail in details]
     problems.sort(key=lambda one: (one[1].order, not one[1].specific))
     by_setting: dict[object, str] = {}  # the alternatives of a union each report the same value
     for setting, problem in problems:
         by_setting.setdefault(setting, one_line(problem.line))
     lines = list(dict.fromkeys(by_setting.values()))
-    if (program := program_of(values)) is not None:
+    if (program := load_foreign_names().name_program(values)) is not None:
         written = problems[0][1].origin
         file = "" if written is None else written.text.rpartition(":")[0] + ": "
-        lines.insert(0, f"{file}this is a file of {program.name}; portable-train import makes a config of it")
+        lines.insert(0, f"{file}this is a file of {program}; portable-train import makes a config of it")
     if len(lines) > _MOST:
         lines[_MOST:] = [f"and {len(lines) - _MOST} more mistakes"]
     raise MistakesError(lines) if len(lines) > 1 else UserError(lines[0])
@@ -86,8 +85,6 @@ def _setting_of(detail: Any) -> object:
 def _problem(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
 ) -> _Problem:
-    from portable.config.importing.trainers import WORDS
-
     path = _without_marks(tuple(map(str, detail["loc"])), detail["type"])
     cause = detail.get("ctx", {}).get("error")
     table = keys.settings(model)
@@ -113,7 +110,7 @@ def _problem(
                     return _Problem(origin, f"{key}: {shown(given)} has no colon; write {name}: {rest[:60]}")
                 usual = {"model": "name_or_path", "data": "source"}.get(key, "type")
                 inner = next((name for name in (usual, "config") if f"{key}.{name}" in table), None)
-                written = WORDS.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
+                written = load_foreign_names().WORDS.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
                 message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
+from portable.config.foreign import find_remedy, load_foreign_names
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -18,7 +20,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     name = name.lower().replace("-", "_")[:_LONGEST]
     leaf = name.rpartition(".")[2]
     candidates = list(candidates)
-    synonym = _elsewhere(name)
+    synonym = find_remedy(name)
     if synonym in candidates:
         return synonym
     best, score = None, _NEAR
@@ -42,26 +44,14 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
 
 def what_to_do(name: str) -> str:
     """The remedy for ``name`` as ``"; do this"``, if it is more than another name."""
-    remedy = _elsewhere(name.lower().replace("-", "_"))
+    remedy = find_remedy(name.lower().replace("-", "_"))
     return f"; {remedy}" if remedy is not None and " " in remedy else ""
 
 
 def did_you_mean_word(key: str, word: str, words: Iterable[str]) -> str:
     """The same for an invalid ``word`` of the setting ``key``; ``words`` are valid."""
-    from portable.config.importing.trainers import WORDS
-
-    known = WORDS.get(key, {}).get(word.lower())
+    known = load_foreign_names().WORDS.get(key, {}).get(word.lower())
     return f"; did you mean {known}?" if known is not None else did_you_mean(word, words)
-
-
-def _elsewhere(name: str) -> str | None:
-    """Our setting, or a remedy, for another trainer's name of one, or for one of an earlier release."""
-    from portable.config.importing.accelerate import WERE_SETTINGS
-    from portable.config.importing.rows import row_of
-    from portable.config.importing.trainers import TRAINERS
-
-    row = WERE_SETTINGS.get(name) or row_of(TRAINERS, name.rpartition(".")[2])
-    return None if row is None else row.hint or None
 
 
 def _ratio(a: str, b: str) -> float:
