@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
+    from portable.planner.compiled_graph import Compiled
     from portable.planner.hours import Work
     from portable.planner.meta_model import MetaModel
     from portable.planner.plan import Option as Planned
@@ -256,7 +257,7 @@ def _check_compile_options(given: dict[str, Any]) -> None:
 
 def _compiled(
     planner: Planner, given: dict[str, Any]
-) -> tuple[compiled_report.Compiled, list[compiled_report.Comparison]] | None:
+) -> tuple[Compiled, list[compiled_report.Comparison]] | None:
     """What the device's compiler says of the config as it is, beside the plan; None if nobody asks."""
     if not given.get("compile"):
         return None
