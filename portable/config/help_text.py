@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from converters.commands import exit_codes
 from portable.config import keys
 from portable.config.derived import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
-from portable.config.flags import open_mapping
 from portable.config.same_run import ADJUSTABLE
-from portable.config.suggest import did_you_mean
+from portable.config.suggestions import suggest_key
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,12 +41,12 @@ def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: 
     table, about = keys.settings(model), keys.sections(model)
     if topic in table:
         return _setting(table[topic], width)
-    if (inside := open_mapping(model, topic)) is not None:
+    if (inside := keys.find_open_mapping(model, topic)) is not None:
         return _setting(inside, width)
     if topic in about:
         return _section(topic, about[topic], table, width)
     if topic and topic != EVERYTHING:
-        hint = did_you_mean(topic, [*table, *about]) or "; --help alone lists the sections"
+        hint = suggest_key(topic, [*table, *about]) or "; --help alone lists the sections"
         raise UserError(f"--help: no setting named {topic!r}{hint}")
     if not topic:
         return _overview(about, table, options, usage, width)

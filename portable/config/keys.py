@@ -106,6 +106,17 @@ def settings(model: type[BaseModel]) -> dict[str, Setting]:
     return {setting.key: setting for setting in _walk(model, "")}
 
 
+def find_open_mapping(model: type[BaseModel], key: str) -> Setting | None:
+    """Find the setting with an open mapping that contains ``key``, such as model.config.hidden_size."""
+    table = settings(model)
+    parts_of_key = key.split(".")
+    for length in range(len(parts_of_key) - 1, 0, -1):
+        setting = table.get(".".join(parts_of_key[:length]))
+        if setting is not None:
+            return setting if setting.takes(dict) else None
+    return None
+
+
 @cache
 def sections(model: type[BaseModel]) -> dict[str, str]:
     """Every section of ``model`` with its description."""

@@ -13,7 +13,6 @@ from pydantic import Field, PrivateAttr, model_validator
 from portable.config import keys
 from portable.config.derived import derived
 from portable.config.numbers import Ranks, Seed  # noqa: TC001 (pydantic evaluates the annotations)
-from portable.config.problems import build
 from portable.config.sections import (
     AdapterConfig,
     CheckpointConfig,
@@ -29,6 +28,7 @@ from portable.config.sections import (
     XlaConfig,
 )
 from portable.config.types import IDENTITY, CompileBackend, Flag, PathText, Section
+from portable.config.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -188,7 +188,7 @@ class RunConfig(Section):
         They do not count as set by the user. Judges nothing: :func:`portable.checks.check` does.
         """
         put = {**self._put, **values}
-        copy = build(type(self), keys.nested({**self.given(), **put}))
+        copy = validate(type(self), keys.nested({**self.given(), **put}))
         copy._put = put
         copy._origins = self._origins
         copy._documents = self._documents

@@ -276,7 +276,7 @@ class SourceConfig(Section):
 
 def _named(name: str) -> str:
     if SOURCE_NAME.fullmatch(name) is None:
-        raise ValueError(f"the name {name!r} may only have letters, digits, - and _")
+        raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.similar_names import suggest_name
 from portable.config.rules import Problem
 from portable.config.sections import DataConfig, MixedSource, SourceConfig
-from portable.config.suggest import did_you_mean_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[Problem]:
             yield Problem((key,), f"{key}: entry {number}: {reason}")
         previous = phase.step
         for name in phase.weights.keys() - set(names):
-            hint = did_you_mean_word("data.sources", name, names) or f"; there are {', '.join(names)}"
+            hint = suggest_name(name, names) or f"; there are {', '.join(names)}"
             yield Problem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
         if not any(phase.weights.values()):
             yield Problem((key,), f"{key}: entry {number}: all weights are 0; raise one")

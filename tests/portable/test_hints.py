@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from portable.config import RunConfig, keys, load_config, parse_args
-from portable.config.arguments import TrainOptions
+from portable.command_line import TrainOptions, parse_args
+from portable.config import RunConfig, keys, load_config
 from portable.config.importing.accelerate import WERE_SETTINGS
 from portable.config.importing.trainers import TRAINERS
 from portable.errors import UserError

@@ -10,8 +10,8 @@ from gpu.zero import private_api
 from gpu.zero.config.schema import check, drop_unset
 from portable.config.importing.deepspeed import AUTO, parse_json
 from portable.config.importing.importer import open_deepspeed, read_deepspeed
-from portable.config.load import read_text
 from portable.config.origins import shown
+from portable.config.yaml_text import read_text
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:

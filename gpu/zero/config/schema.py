@@ -23,12 +23,12 @@ from pydantic import (
     create_model,
 )
 
+from converters.similar_names import suggest_name
 from gpu.zero import private_api
 from portable.config import keys
 from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, ROWS, SCHEDULERS
 from portable.config.importing.rows import cells, nothing
 from portable.config.origins import shown
-from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def drop_unset(document: dict[str, Any]) -> list[tuple[str, ...]]:
             inside = _inside(document, around)
             if detail["type"] != "extra_forbidden" or not nothing(detail["input"]) or name not in inside:
                 continue
-            if not did_you_mean(name, names_at(schema, tuple(around))):
+            if not suggest_name(name, names_at(schema, tuple(around))):
                 del inside[name]
                 removed.append((*around, name))
     except Exception:  # of one of its validators; check reports it
@@ -213,7 +213,7 @@ def _unknown(schema: type[BaseModel], paths: list[tuple[str, ...]]) -> str:
     hints = []
     for path in paths:
         siblings = names_at(schema, path[:-1])
-        hints.append(".".join(path) + did_you_mean(path[-1], siblings, prefix=".".join((*path[:-1], ""))))
+        hints.append(".".join(path) + suggest_name(path[-1], siblings, prefix=".".join((*path[:-1], ""))))
     if len(paths) > 1:
         listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
         return f"unknown keys {', '.join(listed)}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from converters.similar_names import suggest_name
 from portable.config.importing.rows import (
     NoCounterpart,
     NoEffect,
@@ -242,10 +243,8 @@ def _adam_w_mode(value: Any, file: File) -> None:
 
 
 def _scheduler(value: Any, _: File) -> str | None:
-    from portable.config.suggest import did_you_mean
-
     if value not in (None, *SCHEDULERS):
-        remedy = did_you_mean(str(value), SCHEDULERS) or "; remove it and set train.schedule"
+        remedy = suggest_name(str(value), SCHEDULERS) or "; remove it and set train.schedule"
         raise NoCounterpart(f"{shown(value)} is not supported{remedy}")
     return value  # type: ignore[no-any-return]
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.config import suggest
+from converters.similar_names import find_similar
 from portable.config.importing import accelerate, deepspeed, trainers
 from portable.config.importing.rows import File, Imported, Keys, NoCounterpart, Rows, nothing
 from portable.config.origins import Origin, shown
@@ -176,7 +176,8 @@ def _unknown(file: File, value: Any) -> None:
     """Say what is known of a key that no row has."""
     path, accelerates = file.path, file.program == "Accelerate"
     around = ".".join((*path[:-1], ""))
-    near = suggest.nearest(path[-1], [k.removeprefix(around) for k in file.rows if k.startswith(around)])
+    siblings = [key.removeprefix(around) for key in file.rows if key.startswith(around)]
+    near = next(iter(find_similar(path[-1], siblings)), None)
     # A later release may have added a key that is off. A false key with a similar name is a misspelled one.
     if value is None or (nothing(truth(value)) and not near):
         return
