@@ -72,8 +72,8 @@ class CommandOptions(Section):
     """Options of every command that takes a config. Only the options on the command line count as set."""
 
     config: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
-    """YAML file of settings; without one, the quickstart. May be given more than once: the files are merged
-    in order, setting by setting, and later files override earlier ones."""
+    """YAML file of settings. Without a file, the quickstart runs. Several files are merged in order, setting
+    by setting, and later files override earlier files."""
     version: Flag = False
     """Print the version and stop."""
 
@@ -82,29 +82,29 @@ class TrainOptions(CommandOptions):
     """Options of ``portable-train``."""
 
     accelerate_config: PathText = ""
-    """A file of accelerate config. Its settings and number of ranks are used; they must agree with --config;
-    flags override both."""
+    """A file that accelerate config has written. Its settings and its number of ranks are used. They must
+    agree with --config; flags override both."""
     nproc: Count = 1
-    """Ranks to start on this machine. By default one per GPU, and one on the CPU. Under torchrun, accelerate
-    launch, deepspeed or srun, this process joins their ranks."""
+    """Ranks to start on this machine. The default is one per GPU, and one on the CPU. Under torchrun,
+    accelerate launch, deepspeed or srun, this process joins the ranks of the launcher."""
     dry_run: Flag = False
-    """Check everything and say what the run would do. Then stop."""
+    """Check everything, describe the run, and stop."""
     show_data: Count = 1
-    """Print the first N samples, trained tokens marked. Then stop."""
+    """Print the first N samples with their trained tokens marked, and stop."""
     eval_only: Flag = False
-    """Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes
+    """Evaluate the newest checkpoint, or the untrained model if there is none. Prints the values, writes
     output_dir/evaluation.json, and stops."""
     json_: PathText = Field(default="", alias="json")
-    """With --eval-only: also write the values to a file."""
+    """Also write the values of --eval-only to a file."""
     replay: Count = 1
-    """Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before it and names
-    micro-batch, sample, module and parameters. Writes nothing."""
+    """Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before the step, and prints
+    the micro-batch, sample, module and parameters. Writes nothing."""
     resume_info: PathText = ""
-    """Describe a checkpoint and a run that resumes from it."""
+    """Describe a checkpoint and the run that would resume from it."""
     allow_changes: Flag = False
     """Continue the run in output_dir with changed settings (checkpoint.allow_changes)."""
     profile: Flag = False
-    """Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."""
+    """Write a trace of a few steps into output_dir/profile, for Perfetto."""
     quiet: Flag = False
     """Print warnings and errors only (log.quiet)."""
 
@@ -143,7 +143,7 @@ class Invocation:
 
     @property
     def from_elsewhere(self) -> bool:
-        """Whether a YAML file lies outside the current folder."""
+        """Whether a YAML file is outside the current folder."""
         return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
 
 

@@ -29,7 +29,7 @@ class CommandLine:
     """A parsed command line.
 
     Attributes:
-        options: Values of the command's own options by name, not validated yet.
+        options: Values of the options of the command by name, not validated yet.
         settings: Settings of the run in the order of their flags, not validated yet.
         help: Topic of ``--help``: a section or key, or empty for everything. None without ``--help``.
     """

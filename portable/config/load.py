@@ -118,7 +118,7 @@ class _Draft:
     origins: dict[Path, Origin] = field(default_factory=dict)
 
     def merge(self, values: dict[str, Any], origins: Mapping[Path, Origin]) -> None:
-        """Merge the content of a later file: mappings key by key, other values as a whole."""
+        """Merge the content of a later file: mappings key by key; other values replace earlier values."""
         for section in keys.sections(RunConfig):
             if section in values and values[section] is None:  # `fsdp:` without a value is an empty section
                 values[section] = {}
@@ -162,10 +162,10 @@ class _Draft:
         self.origins.setdefault(path, origin)
 
     def override(self, assignment: Assignment, *, names_model: bool) -> None:
-        """Set a value, whatever the files contain.
+        """Set a value, which replaces the value in the files.
 
         Args:
-            assignment: A setting, a key inside an open mapping, or from Python also a whole section.
+            assignment: A setting, a key inside an open mapping, or from Python also a section.
             names_model: Whether the model is a pretrained model.
 
         Raises:

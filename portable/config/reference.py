@@ -27,7 +27,7 @@ KEYS = ROOT / "portable" / "config" / "importing" / "keys.md"
 
 
 def reference_page() -> str:
-    """The text of ``docs/config.md``."""
+    """Return the text of ``docs/config.md``."""
     table, about = keys.settings(RunConfig), keys.sections(RunConfig)
     introduction = PAGE.read_text("utf-8").partition("\n## ")[0]
     parts = [introduction, _section("Top level", "", [s for s in table.values() if not s.section])]
@@ -75,7 +75,7 @@ def _default(setting: keys.Setting) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of the YAML file, with descriptions, for editors."""
+    """Return the JSON Schema of the YAML file, with descriptions, for editors."""
     schema = RunConfig.model_json_schema(by_alias=True)
     for key in BY_TRAINING:  # the default of most runs differs from the default of the schema
         section, _, name = key.partition(".")
@@ -105,7 +105,7 @@ def _shorten(node: Any) -> None:
 
 
 def foreign_keys_page() -> str:
-    """The text of ``docs/wild.md``: the tables that import reads, without what goes without saying."""
+    """Return the text of ``docs/wild.md``: the keys that import reads, without the obvious ones."""
     written = (
         "<!-- Written by `python -m portable.config.reference` from portable/config/importing/keys.md. -->"
     )
@@ -115,7 +115,7 @@ def foreign_keys_page() -> str:
 
 
 def _foreign_rows(chapter: str) -> str:
-    """A chapter with one row for all keys that come to the same."""
+    """Return a chapter with one row for all keys with the same target."""
     alike: dict[str, list[str]] = {}
     for names, here in re.findall(r"^\| (`.*) \| (.*) \|$", chapter, re.MULTILINE):
         setting, why = re.fullmatch(r"(?:`(.+?)`)? ?(?:{.*})?(?:: )?(.*)", here).groups(default="")  # type: ignore[union-attr]

@@ -25,7 +25,7 @@ class ForeignNames:
     """Names of other programs, and names of earlier releases of this program.
 
     Attributes:
-        keys: Our setting, or a sentence that says what to do, by the name of a setting. A name that ends with
+        keys: Our setting, or a sentence with a remedy, by the name of a setting. A name that ends with
             a star is the beginning of several names.
         words: Our word, or a sentence, by the other word for a value, by our dotted key.
         find_program: Function that returns the name of the program whose config file has these top-level

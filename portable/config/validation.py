@@ -123,7 +123,7 @@ def _find_impossible_texts(
     for path in _iter_impossible_texts(values):
         setting_path = path[:2] if path[0] in keys.sections(model) else path[:1]
         key = ".".join(setting_path)
-        if key in keys.settings(model):  # an unknown key is an error of its own
+        if key in keys.settings(model):  # an unknown key is reported separately
             message = f"{key} contains a NUL character or half a surrogate pair; remove it"
             mistakes.setdefault(setting_path, _Mistake(message, _find_origin(path, origins)))
     return mistakes
@@ -197,7 +197,7 @@ def _explain(
 
 
 def _remove_marks(path: Path, kind: str) -> Path:
-    """Remove what pydantic adds to the path of an error: the alternative of a union, the key of a mapping."""
+    """Remove parts that pydantic adds to the path of an error: alternatives of a union, keys of a mapping."""
     if path[2:3] in ((ONE,), (SEVERAL,)):  # of data.eval; further in, it is the name of a source
         path = path[:2] + path[3:]
     return path[:-1] if path[1:] and path[-1] == "[key]" and kind != "extra_forbidden" else path
