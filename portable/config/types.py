@@ -12,7 +12,9 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    ValidationInfo,
     WrapValidator,
+    field_validator,
 )
 
 from converters.errors import CheckpointError
@@ -20,7 +22,7 @@ from converters.storage.path_or_url import expanded, is_url
 from portable import plugins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that defines the run; see ``RunConfig.fingerprint``."""
@@ -36,6 +38,33 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_text(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse characters that no path, name or text file can have, in every setting."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # the section checks its own fields
+            for text in _iter_texts(value):
+                if _IMPOSSIBLE.search(text):
+                    raise ValueError("contains a NUL character or half a surrogate pair; remove it")
+        return value
+
+
+_IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+"""U+DC80 to U+DCFF are allowed, because they encode the bytes of file names that are not UTF-8."""
+
+
+def _iter_texts(value: object) -> Iterator[str]:
+    """Yield the texts in a value, also in the keys of mappings."""
+    pending = [(value, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list | tuple) and depth <= _MAX_DEPTH:
+            inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+            pending.extend((item, depth + 1) for item in inner)
 
 
 def truth(value: Any) -> Any:

@@ -6,7 +6,6 @@ the nearest valid name.
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,15 +20,11 @@ from portable.config.yaml_text import parse_value
 from portable.errors import MistakesError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_LINES = 10
-_MAX_DEPTH = 50
-_IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-"""Characters that no path, name or text file can have. U+DC80 to U+DCFF encode the bytes of file names that
-are not UTF-8."""
 
 
 class _Mistake(NamedTuple):
@@ -73,20 +68,16 @@ def validate(
             each setting.
     """
     origins = origins or {}
-    mistakes = _find_impossible_texts(model, values, origins)
     try:
-        validated = model.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         details = error.errors()
-    else:
-        if not mistakes:
-            return validated
-        details = []
     explained = [(_get_setting_path(detail), _explain(model, values, origins, detail)) for detail in details]
     # One line for each setting, because every alternative of a union reports the same value.
+    mistakes: dict[Path, _Mistake] = {}
     for path, mistake in sorted(explained, key=lambda item: item[1].order):
         mistakes.setdefault(path, mistake)
-    raise _build_error(values, sorted(mistakes.values(), key=lambda mistake: mistake.order))
+    raise _build_error(values, list(mistakes.values()))
 
 
 def find_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
@@ -109,37 +100,6 @@ def describe_unknown_key(model: type[BaseModel], key: str) -> str:
         around = section if section in sections else ""
         hint = f"; {around or 'the top level'} takes {_list_names(model, around)}"
     return f"unknown key {_format_key(key)}{hint}"
-
-
-def _find_impossible_texts(
-    model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin]
-) -> dict[Path, _Mistake]:
-    """Find settings with characters that no path, name or text file can have.
-
-    Returns:
-        The messages by the path of the setting.
-    """
-    mistakes: dict[Path, _Mistake] = {}
-    for path in _iter_impossible_texts(values):
-        setting_path = path[:2] if path[0] in keys.sections(model) else path[:1]
-        key = ".".join(setting_path)
-        if key in keys.settings(model):  # an unknown key is reported separately
-            message = f"{key} contains a NUL character or half a surrogate pair; remove it"
-            mistakes.setdefault(setting_path, _Mistake(message, _find_origin(path, origins)))
-    return mistakes
-
-
-def _iter_impossible_texts(values: Any, path: Path = ()) -> Iterator[Path]:
-    """Yield the path of each value that is, or has a key with, such a text."""
-    if isinstance(values, str):
-        if _IMPOSSIBLE.search(values):
-            yield path
-    elif isinstance(values, dict | list | tuple) and len(path) <= _MAX_DEPTH:
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        for name, value in items:
-            if path and isinstance(name, str) and _IMPOSSIBLE.search(name):
-                yield path
-            yield from _iter_impossible_texts(value, (*path, str(name)))
 
 
 def _build_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> UserError:

@@ -19,7 +19,10 @@ def _find_program(values: Mapping[str, object]) -> str:
 
 
 FOREIGN_NAMES = ForeignNames(
-    keys={name: row.hint for name, row in {**TRAINERS, **WERE_SETTINGS}.items()},
+    keys={
+        **{name: row.hint for name, row in TRAINERS.items() if "." not in name},
+        **{name: row.hint for name, row in WERE_SETTINGS.items()},
+    },
     words=WORDS,
     find_program=_find_program,
 )
