@@ -141,7 +141,7 @@ def _explain(
         hint = suggest_word(target.label, path[-1], takes) or f"; it takes {', '.join(takes)}"
         return _Mistake(f"unknown key {target.label}.{_format_key(path[-1])}{hint}", origin)
     if target.setting is not None:
-        if detail["type"] == "missing":
+        if detail["type"] == "missing" and target.group is not model:
             group, _, name = target.label.rpartition(".")
             return _Mistake(f"{group}: has no {name}; set {name}, {target.setting.allowed}", origin)
         if isinstance(cause, ValueError):
