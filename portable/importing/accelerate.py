@@ -17,7 +17,6 @@ from portable.config.yaml_text import parse_value
 from portable.importing.deepspeed import read_clipping, read_nvme_path, read_offload_device
 from portable.importing.foreign_keys import (
     EMPTY,
-    ForeignKey,
     Ignored,
     NeverFalse,
     NoCounterpart,
@@ -27,6 +26,7 @@ from portable.importing.foreign_keys import (
     Setting,
     Settings,
     Several,
+    WithoutCounterpart,
     Words,
     choose,
     read_flag,
@@ -81,7 +81,7 @@ def parse_number(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class TpuLauncherKey(ForeignKey):
+class TpuLauncherKey(WithoutCounterpart):
     """A key for starting TPU hosts. It is refused under XLA, and has no effect otherwise.
 
     Attributes:

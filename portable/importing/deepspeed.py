@@ -439,7 +439,9 @@ KEYS: ForeignKeys = {
         Refused("leave it out"),
     ),
     # ZeRO
-    "zero_optimization.stage": Words("strategy", {"0": "no_shard", "1": "zero1", "2": "zero2", "3": "zero3"}),
+    "zero_optimization.stage": Words(
+        "strategy", {"0": "no_shard", "1": "zero1", "2": "zero2", "3": "zero3", "auto": None}
+    ),
     "zero_optimization.offload_optimizer.device": Setting(
         "memory.offload_optimizer", read_offload_device("optimizer", read_stage)
     ),
@@ -496,7 +498,7 @@ KEYS: ForeignKeys = {
         ("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.nesterov"),
         Refused("leave it out"),
     ),
-    "optimizer.params.dampening": Refused("leave it out"),
+    "optimizer.params.dampening": Refused("leave it out", unless=(0,)),
     "optimizer.legacy_fusion": Ignored(),
     **dict.fromkeys(
         ("optimizer.params.torch_adam", "optimizer.params.fused", "optimizer.params.foreach"), Ignored()

@@ -103,9 +103,10 @@ class ForeignKey:
 
     def means_nothing(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` leaves everything as it is."""
-        if value in self.unless or str(value) in map(str, self.unless) or value in file.program.unset:
+        silent = (*self.unless, *file.program.unset)
+        if value in silent or truth(value) in silent or str(value) in map(str, silent):
             return True
-        return not self.reads_every_value and is_off(truth(value))
+        return not self.reads_every_value and is_off(value)
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Convert a value that means something to settings.
@@ -300,7 +301,16 @@ class Companion(ForeignKey):
 
 
 @dataclass(frozen=True)
-class Ignored(ForeignKey):
+class WithoutCounterpart(ForeignKey):
+    """A key that cannot be expressed here."""
+
+    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+        """Return whether ``value`` leaves everything as it is, as zero and ``no`` do: they turn something off."""
+        return value == 0 or is_off(truth(value)) or super().means_nothing(value, file)
+
+
+@dataclass(frozen=True)
+class Ignored(WithoutCounterpart):
     """A key without an effect.
 
     Attributes:
@@ -308,10 +318,6 @@ class Ignored(ForeignKey):
     """
 
     reason: str = ""
-
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is. Zero does, because it turns something off."""
-        return value == 0 or super().means_nothing(value, file)
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Return nothing, with a note if there is a reason."""
@@ -331,7 +337,7 @@ class Ignored(ForeignKey):
 
 
 @dataclass(frozen=True)
-class Refused(ForeignKey):
+class Refused(WithoutCounterpart):
     """A key that has no counterpart, unless its value means nothing.
 
     Attributes:
@@ -339,10 +345,6 @@ class Refused(ForeignKey):
     """
 
     instead: str
-
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is. Zero does, because it turns something off."""
-        return value == 0 or super().means_nothing(value, file)
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Refuse the value."""

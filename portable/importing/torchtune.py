@@ -70,7 +70,7 @@ def read_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
 
 def read_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
     """Read the modules with an adapter, by the names of transformers."""
-    names = ["o_proj" if name == "output_proj" else name for name in value]
+    names = ["o_proj" if name == "output_proj" else name for name in value or ()]
     adapts_mlp = file.get("model.apply_lora_to_mlp") is True
     return names + (["gate_proj", "up_proj", "down_proj"] if adapts_mlp else [])
 
@@ -150,7 +150,9 @@ KEYS: ForeignKeys = {
     "model.lora_alpha": Setting("adapter.alpha"),
     "model.lora_dropout": Setting("adapter.dropout"),
     "model.use_dora": Setting("adapter.use_dora"),
-    "model.lora_attn_modules": Setting("adapter.target_modules", read_adapted_modules),
+    "model.lora_attn_modules": Setting(
+        "adapter.target_modules", read_adapted_modules, reads_every_value=True
+    ),
     "model.apply_lora_to_mlp": Ignored(),
     "model.apply_lora_to_output": Refused("the head gets no adapter; name it in adapter.target_modules"),
     "model.quantize_base": Presets({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),

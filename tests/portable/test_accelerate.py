@@ -15,8 +15,8 @@ from accelerate.utils import ComputeEnvironment
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from portable.config import Invocation, RunConfig, load_config, parse_args
-from portable.config.importing.importer import read_environment
 from portable.errors import UserError
+from portable.importing.programs import read_environment
 from portable.run.rank import run_rank
 from tests.ranks import free_port
 from tests.runs import configured, flags, losses, tiny

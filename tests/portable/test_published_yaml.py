@@ -18,8 +18,8 @@ from accelerate.utils.launch import (
 )
 
 from portable.config import Invocation, RunConfig, keys, parse_args
-from portable.config.importing.importer import read_environment
 from portable.errors import UserError
+from portable.importing.programs import read_environment
 from tests.published import Shape, shapes
 
 SHAPES = shapes("accelerate.json") + shapes("accelerate_keys.yaml")

@@ -13,8 +13,6 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, ROWS, SCHEDULERS
-from portable.config.importing.rows import cells, nothing
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -30,6 +28,8 @@ from portable.config import keys
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
+from portable.importing.deepspeed import AUTO, OPTIMIZERS, REFUSED_SECTIONS, SCHEDULERS
+from portable.importing.foreign_keys import is_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -118,7 +118,7 @@ def drop_unset(document: dict[str, Any]) -> list[tuple[str, ...]]:
         the path of each unknown key that was removed.
     """
     models = private_api.config_models()
-    for section in _REFUSED & models.keys():
+    for section in REFUSED_SECTIONS & models.keys():
         if isinstance(inside := document.get(section), dict):
             defaults = models[section]().model_dump(exclude_none=True)
             left = {k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])}
@@ -131,7 +131,7 @@ def drop_unset(document: dict[str, Any]) -> list[tuple[str, ...]]:
         for detail in error.errors():
             *around, name = map(str, detail["loc"])
             inside = _inside(document, around)
-            if detail["type"] != "extra_forbidden" or not nothing(detail["input"]) or name not in inside:
+            if detail["type"] != "extra_forbidden" or not is_off(detail["input"]) or name not in inside:
                 continue
             if not did_you_mean(name, names_at(schema, tuple(around))):
                 del inside[name]
@@ -152,9 +152,6 @@ def _inside(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
 def _is_default(value: Any, default: Any) -> bool:
     """Whether the JSON value ``value`` is the ``default`` of a model."""
     return bool(value == default) or str(value) == str(default)
-
-
-_REFUSED = {name for name, row in ROWS.items() if not row.to and row.how is None and not row.free}
 
 
 def check(document: dict[str, Any], where: str) -> None:
