@@ -1,7 +1,7 @@
 """Generate the reference page and the JSON Schema from the schema.
 
-``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; ``--check`` only
-checks that they are up to date.
+``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; ``--check``
+only checks that they are up to date.
 """
 
 from __future__ import annotations

@@ -227,7 +227,8 @@ ENTRY_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("field_thinking", "template_thinking_key"),
         Refused(
-            "the keys reasoning_content, thinking and reasoning of a message are read; rename it in the records",
+            "the keys reasoning_content, thinking and reasoning of a message are read; rename it in the "
+            "records",
             unless=("reasoning_content", "thinking", "reasoning"),
         ),
     ),

@@ -6,7 +6,6 @@ starts (:mod:`gpu.zero.config`), so this module works without DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,7 +17,6 @@ from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line, require
 from portable.importing.foreign_keys import (
-    Companion,
     ForeignKey,
     Ignored,
     NeverFalse,
@@ -33,6 +31,8 @@ from portable.importing.foreign_keys import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portable.importing.foreign_file import ForeignFile
     from portable.importing.foreign_keys import Convert, ForeignKeys
 
@@ -387,6 +387,12 @@ def note_full_weights(value: Any, file: ForeignFile) -> None:
         )
 
 
+def check_accumulation_steps(value: Any, _: ForeignFile) -> None:
+    """Refuse a number of accumulation steps that is not a count. The batch is computed from it later."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise NoCounterpart(f"must be a whole number from 1, or auto, not {shown(value)}")
+
+
 def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
     """Refuse to divide gradients before they are summed, if ZeRO reduces and scatters them."""
     scatters = read_stage(file) != 0 and file.get("zero_optimization.reduce_scatter") is not False
@@ -407,9 +413,11 @@ def check_accumulation_dtype(value: Any, file: ForeignFile) -> None:
 
 KEYS: ForeignKeys = {
     # The batch and gradients
-    "train_batch_size": Setting("train.global_batch_size", read_shared),
-    "train_micro_batch_size_per_gpu": Setting("train.micro_batch_size", read_shared),
-    "gradient_accumulation_steps": Companion("train.global_batch_size"),
+    "train_batch_size": Setting("train.global_batch_size", read_shared, reads_every_value=True),
+    "train_micro_batch_size_per_gpu": Setting("train.micro_batch_size", read_shared, reads_every_value=True),
+    "gradient_accumulation_steps": Several(
+        (), check_accumulation_steps, reads_every_value=True, hint="train.global_batch_size"
+    ),
     "managed_gradient_accumulation": NeverFalse("DeepSpeed must know where a step ends; remove it"),
     "gradient_clipping": Several(("train.max_grad_norm",), read_clipping, reads_every_value=True),
     "gradient_allreduce_op": Refused("leave it out", unless=("mean",)),
@@ -550,6 +558,7 @@ KEYS: ForeignKeys = {
         "use portable-train --profile, which records the time of each layer"
     ),
     # Other sections
+    "sequence_parallel_size": Refused("set context_parallel_size", unless=(1,)),
     **dict.fromkeys(
         ("tensor_parallel", "expert_parallel", "weight_quantization", "datastates_ckpt"),
         Refused("leave it out"),

@@ -1,7 +1,7 @@
 """Kinds of entries in the table of another program: what becomes of the values of one of its keys.
 
-A table is a plain mapping from a key of the other program, dotted if it is nested, to an entry. A key that ends
-in a star is for all keys that begin like it and have no entry of their own::
+A table is a plain mapping from a key of the other program, dotted if it is nested, to an entry. A key that
+ends in a star is for all keys that begin like it and have no entry of their own::
 
     KEYS: ForeignKeys = {
         "learning_rate": Setting("train.learning_rate"),
@@ -305,7 +305,7 @@ class WithoutCounterpart(ForeignKey):
     """A key that cannot be expressed here."""
 
     def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is, as zero and ``no`` do: they turn something off."""
+        """Return whether ``value`` leaves everything as it is. Zero and ``no`` do: they turn something off."""
         return value == 0 or is_off(truth(value)) or super().means_nothing(value, file)
 
 

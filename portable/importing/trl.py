@@ -450,7 +450,8 @@ DEFAULTS: dict[str, Any] = {
 }
 OTHER_ORDER = Difference("Samples come in another random order: losses agree in the mean, not step by step.")
 CUT_LATER = Difference(
-    "A text longer than data.seq_len is cut one token later: its last token is a label here, and not an input.",
+    "A text longer than data.seq_len is cut one token later: its last token is a label here, and not an "
+    "input.",
     "data.seq_len",
 )
 PACKED_APART = Difference(
@@ -502,8 +503,8 @@ def _add_pair_loss(file: ForeignFile) -> None:
     else:
         file.refuse(
             ("loss_type",),
-            f"{shown(kinds)} has no counterpart: one formula with the weight 1 is trained, and sft beside it; "
-            "set train.loss to dpo",
+            f"{shown(kinds)} has no counterpart: one formula with the weight 1 is trained, and sft beside "
+            "it; set train.loss to dpo",
         )
     file.put_default("train.learning_rate", 1e-6, "default of TRL's DPO")
     file.note((key,), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
