@@ -56,6 +56,9 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 }
 """Schedulers, with DeepSpeed's defaults for the params that are settings here."""
 OTHER_UPDATE = "another update of the weights is not supported; remove it"
+JUDGED_LATER = (
+    "The keys in deepspeed.config are passed on. The installed DeepSpeed checks them when the run starts."
+)
 _BOOLEAN = TypeAdapter(bool)
 
 
@@ -599,6 +602,8 @@ def finish(file: ForeignFile, devices: int) -> None:
         without_momentum = {**schedule_params, "cycle_momentum": False}
         file.put(("scheduler", "type"), "train.schedule_params", without_momentum)
     passed_on = file.result.values.get("deepspeed.config", {})
+    if passed_on:
+        file.result.differences.append(JUDGED_LATER)
     never_idle = ("fp16", "bf16", "zero_allow_untested_optimizer", "steps_per_print")
     idle = [key for key, value in passed_on.items() if key not in never_idle and _enables(value)]
     if read_stage(file) == 0:

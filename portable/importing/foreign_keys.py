@@ -305,7 +305,7 @@ class WithoutCounterpart(ForeignKey):
     """A key that cannot be expressed here."""
 
     def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is. Zero and ``no`` do: they turn something off."""
+        """Return whether ``value`` leaves everything as it is, as zero and ``no`` do."""
         return value == 0 or is_off(truth(value)) or super().means_nothing(value, file)
 
 
