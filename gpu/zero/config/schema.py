@@ -101,10 +101,13 @@ class RecordedSection(dict[str, Any]):
         return self
 
     def sections(self) -> Iterator[RecordedSection]:
-        """Yield this section and the sections in it."""
+        """Yield this section and the sections in it that the parser has looked into.
+
+        The parser keeps other mappings as they are, or does not know them.
+        """
         yield self
         for value in super().values():
-            if isinstance(value, RecordedSection):
+            if isinstance(value, RecordedSection) and value.defaults:
                 yield from value.sections()
 
     def plain_items(self) -> Iterator[tuple[str, Any]]:
