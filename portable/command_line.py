@@ -30,8 +30,8 @@ from portable.config.yaml_text import parse_file
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.config.importing.rows import Imported
     from portable.config.origins import Path as SettingPath
+    from portable.importing.foreign_file import ImportedRun
 
 __all__ = [
     "CommandOptions",
@@ -60,7 +60,7 @@ Count = Annotated[int, Field(ge=1, le=10**8), Reason("More ranks, samples or ste
 
 
 def _load_foreign_names() -> ForeignNames:
-    from portable.config.importing.hints import FOREIGN_NAMES
+    from portable.importing.hints import FOREIGN_NAMES
 
     return FOREIGN_NAMES
 
@@ -207,7 +207,7 @@ def read_command(
     return assemble(values.get("config", ()), command_line.settings, imported), values
 
 
-def _read_accelerate(values: dict[str, Any]) -> list[Imported]:
+def _read_accelerate(values: dict[str, Any]) -> list[ImportedRun]:
     """Read the environment of ``accelerate launch`` and the file in ``--accelerate-config``.
 
     Args:
@@ -219,11 +219,11 @@ def _read_accelerate(values: dict[str, Any]) -> list[Imported]:
     """
     settings = []
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # every launcher of Accelerate sets it
-        from portable.config.importing.importer import read_environment
+        from portable.importing.programs import read_environment
 
         settings.append(read_environment(os.environ))
     if (path := values.pop("accelerate_config", None)) is not None:
-        from portable.config.importing.importer import read_accelerate
+        from portable.importing.programs import read_accelerate
 
         settings.append(file := read_accelerate(parse_file(Path(path)), path))
         if file.processes is not None:

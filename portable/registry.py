@@ -173,8 +173,23 @@ def backend_package(name: str) -> BackendPackage:
 
 
 def engine_part(strategy: str, part: str) -> Any:
-    """A module of the engine behind ``strategy``, such as ``engine``, imported only when it is asked for."""
-    return importlib.import_module(f"{ENGINES[strategy]}.{part}")
+    """Import a module of the engine behind a strategy.
+
+    Args:
+        strategy: The strategy.
+        part: Name of the module, such as ``engine``.
+
+    Raises:
+        UserError: If the package of the engine is not installed.
+    """
+    package = ENGINES[strategy]
+    try:
+        return importlib.import_module(f"{package}.{part}")
+    except ModuleNotFoundError as error:
+        if error.name not in (package, package.partition(".")[0]):
+            raise
+        others = ", ".join(name for name, engine in ENGINES.items() if engine != package)
+        raise UserError(f"strategy: {strategy} is not part of this version; use one of {others}") from error
 
 
 def resolve_backend(name: str) -> str:

@@ -38,6 +38,7 @@ STATIC: dict[str, list[str]] = {
     "ruff format": ["-m", "ruff", "format", "--check"],
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as main; main()"],
     "reference": ["-m", "portable.config.reference", "--check"],
+    "keys of other programs": ["-m", "portable.importing.reference", "--check"],
     "promises": ["-m", "tests.promises", "--check"],
     "language": ["-m", "tests.language"],
     "mypy": ["-m", "mypy"],

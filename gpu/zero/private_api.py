@@ -273,14 +273,6 @@ def config_models() -> dict[str, Any]:
     }
 
 
-def config_classes() -> dict[str, Any]:
-    """The plain classes that read other sections: their attributes, built from ``{}``, are the keys."""
-    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
-
-    return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
-
-
 def params(kind: str) -> set[str]:
     """What an optimizer or a scheduler that is supported takes, by the value of ``type``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam

@@ -11,15 +11,6 @@ from converters.commands import Parser
 from converters.console import complain, say
 from portable.checks import check
 from portable.config import keys, load_config
-from portable.config.importing.deepspeed import parse_json
-from portable.config.importing.importer import (
-    PROGRAMS,
-    command_line,
-    python_script,
-    read,
-    split_launcher,
-)
-from portable.config.importing.rows import Imported
 from portable.config.run_config import RunConfig
 from portable.config.validation import find_mistake
 from portable.config.yaml_text import Document, parse, parse_file, read_text
@@ -27,12 +18,16 @@ from portable.config.yaml_writer import as_yaml
 from portable.data.sources.opening import recognise_format
 from portable.errors import USER_ERROR, MistakesError, UserError, one_line
 from portable.formatting import human_count
+from portable.importing.command_line import build_script_error, parse_arguments, split_launcher
+from portable.importing.deepspeed import parse_json
+from portable.importing.foreign_file import ImportedRun
+from portable.importing.programs import list_programs, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 _ABOUT = (
-    f"Print a config made from files of {', '.join(program.name for program in PROGRAMS)}, and from the "
+    f"Print a config made from files of {list_programs()}, and from the "
     "arguments of their scripts, after --. Comments say where each setting is from, what has no effect here, "
     "and what has no counterpart."
 )
@@ -67,16 +62,16 @@ def import_files(argv: Sequence[str]) -> int:
         raise UserError("import: no file; name one, or arguments after --")
     for path in given.files:
         if path.suffix == ".py":
-            raise python_script(str(path))
+            raise build_script_error(str(path))
     documents = [(str(path), _document(path)) for path in given.files]
     launched = None
     if script:
         launched, script = split_launcher(script)
-        documents.append(("command line", Document(command_line(script), {})))
-    found = Imported()
+        documents.append(("command line", Document(parse_arguments(script), {})))
+    found = ImportedRun()
     # The number of devices comes first: the global batch follows from it.
     for name, document in sorted(documents, key=lambda one: "num_processes" not in (one[1].value or ())):
-        one = read(document, name, devices=given.devices or launched or found.processes or 1)
+        one = read_file(document, name, devices=given.devices or launched or found.processes or 1)
         found.processes = one.processes or found.processes
         if one.processes:
             count = f"num_processes: {one.processes}"
@@ -102,7 +97,7 @@ def import_files(argv: Sequence[str]) -> int:
     return 0
 
 
-def _drop_assumed_mask(found: Imported) -> None:
+def _drop_assumed_mask(found: ImportedRun) -> None:
     """Leave out ``data.train_on`` that is a default for conversations if the records have prompts or texts.
 
     Records of a dataset that has to be downloaded are not read.
@@ -128,7 +123,7 @@ def _document(path: Path) -> Document:
     return Document(parse_json(read_text(path), str(path)), {})  # with tabs or comments
 
 
-def config_text(found: Imported) -> tuple[str, list[str]]:
+def config_text(found: ImportedRun) -> tuple[str, list[str]]:
     """The file of settings with its comments, and what must be changed before use, one line each."""
     for key in list(found.values):
         if (mistake := find_mistake(RunConfig, key, found.values[key])) is not None:
@@ -160,7 +155,7 @@ def config_text(found: Imported) -> tuple[str, list[str]]:
     return text, missing
 
 
-def _settings(found: Imported) -> Iterator[str]:
+def _settings(found: ImportedRun) -> Iterator[str]:
     """The lines of the settings, in the order of the schema."""
     around = ""
     for key, setting in keys.settings(RunConfig).items():

@@ -1,13 +1,12 @@
-"""Generate the reference page and the JSON Schema from the schema, and the page of other programs' keys.
+"""Generate the reference page and the JSON Schema from the schema.
 
-``python -m portable.config.reference`` writes ``docs/config.md``, ``docs/wild.md`` and
-``configs/schema.json``; ``--check`` only checks that they are up to date.
+``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; ``--check``
+only checks that they are up to date.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from portable.errors import one_line
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "config.md"
 """Its introduction is written there, up to the first section."""
-KEYS = ROOT / "portable" / "config" / "importing" / "keys.md"
 
 
 def reference_page() -> str:
@@ -104,37 +102,10 @@ def _shorten(node: Any) -> None:
             node["description"] = one_line(about)
 
 
-def foreign_keys_page() -> str:
-    """Return the text of ``docs/wild.md``: the keys that import reads, without the obvious ones."""
-    written = (
-        "<!-- Written by `python -m portable.config.reference` from portable/config/importing/keys.md. -->"
-    )
-    head, *chapters = KEYS.read_text("utf-8").split("\n## ")
-    shown = [_foreign_rows(chapter) for chapter in chapters if "<!-- not shown -->" not in chapter]
-    return "\n## ".join([re.sub("<!--.*?-->", written, head, flags=re.DOTALL), *shown])
-
-
-def _foreign_rows(chapter: str) -> str:
-    """Return a chapter with one row for all keys with the same target."""
-    alike: dict[str, list[str]] = {}
-    for names, here in re.findall(r"^\| (`.*) \| (.*) \|$", chapter, re.MULTILINE):
-        setting, why = re.fullmatch(r"(?:`(.+?)`)? ?(?:{.*})?(?:: )?(.*)", here).groups(default="")  # type: ignore[union-attr]
-        why = re.sub(r"^(no effect|refused) unless [^:]+", r"\1", why)
-        text = setting or why.removesuffix("; leave it out").removesuffix("; remove it")
-        of_setting = text.rpartition(".")[2]
-        left = [name for name in re.findall("`(.+?)`", names) if name.rpartition(".")[2] != of_setting]
-        if left and text not in ("", "no effect"):
-            alike.setdefault(text if " " in text else f"`{text}`", []).extend(left)
-    rows = [f"| {', '.join(f'`{name}`' for name in names)} | {text} |" for text, names in alike.items()]
-    above = chapter.partition("\n| `")[0]
-    return "\n".join([above, *rows, ""])
-
-
 def pages() -> dict[Path, str]:
     """Every generated file with its text."""
     return {
         PAGE: reference_page(),
-        ROOT / "docs" / "wild.md": foreign_keys_page(),
         ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 

@@ -11,7 +11,8 @@ pytest.importorskip("deepspeed")
 
 from gpu.zero import private_api
 from gpu.zero import runtime as zero_runtime
-from portable.config.importing.deepspeed import DEFAULTS, ROWS, SCHEDULERS, TORCHS_WEIGHT_DECAY
+from portable.importing.deepspeed import KEYS, OPTIMIZERS, SCHEDULERS, TORCHS_WEIGHT_DECAY
+from portable.importing.foreign_keys import Ignored, Refused
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +43,13 @@ def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
     for name, found in theirs.items():
         assert found.keys() <= private_api.params(name)
         for param in private_api.params(name):
-            row = ROWS[f"optimizer.params.{param}"]
-            if param in DEFAULTS[name]:
-                assert found[param] == DEFAULTS[name][param]
-            elif row.how is None and not row.free:  # refused, but for what it is anyway
-                assert found[param] in (False, *row.silent)
+            key = KEYS[f"optimizer.params.{param}"]
+            if param in OPTIMIZERS[name]:
+                assert found[param] == OPTIMIZERS[name][param]
+            elif isinstance(key, Refused):  # except for the default
+                assert found[param] in (False, *key.unless)
             else:
-                assert row.free or found.get(param, True) is True
+                assert isinstance(key, Ignored) or found.get(param, True) is True
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -57,6 +58,10 @@ def test_what_schedulers_take_is_in_the_table(kind: str, deepspeed: Any) -> None
 
     found = defaults(getattr(lr_schedules, kind))
     assert found.keys() == private_api.params(kind)
-    settings = {name for name in found if getattr(ROWS.get(f"scheduler.params.{name}"), "to", "")}
-    assert {name: found[name] for name in settings if found[name] is not None} == DEFAULTS[kind]
+    settings = {
+        name
+        for name in found
+        if f"scheduler.params.{name}" in KEYS and KEYS[f"scheduler.params.{name}"].targets
+    }
+    assert {name: found[name] for name in settings if found[name] is not None} == SCHEDULERS[kind]
     assert set(lr_schedules.VALID_LR_SCHEDULES) == set(SCHEDULERS)

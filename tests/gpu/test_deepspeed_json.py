@@ -22,8 +22,8 @@ from gpu.zero import private_api
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.config.document import read as read_document
 from portable.config import RunConfig, dump_yaml, load_config
-from portable.config.importing.rows import Imported
 from portable.errors import UserError
+from portable.importing.foreign_file import ImportedRun
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests import published
@@ -137,11 +137,11 @@ def models() -> dict[str, Any]:
     }
 
 
-def read_mapping(document: dict[str, Any]) -> tuple[dict[str, Any], Imported]:
+def read_mapping(document: dict[str, Any]) -> tuple[dict[str, Any], ImportedRun]:
     config = {"strategy": "zero2", "model": {"config": TINY_MODEL}, "deepspeed": {"config": document}}
     read = read_document(load_config(config))
     assert read is not None
-    return read.values, read.imported.demand()
+    return read.values, read.imported.require_all()
 
 
 def test_null_and_defaults_of_deepspeed_have_no_effect() -> None:

@@ -16,8 +16,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 
 from portable.command_line import Invocation, parse_args
 from portable.config import RunConfig, load_config
-from portable.config.importing.importer import read_environment
 from portable.errors import UserError
+from portable.importing.programs import read_environment
 from portable.run.rank import run_rank
 from tests.ranks import free_port
 from tests.runs import configured, flags, losses, tiny

@@ -6,10 +6,12 @@ import yaml
 
 from portable.config import RunConfig, keys, load_config
 from portable.config.reference import ROOT, main
+from portable.importing import reference as foreign_reference
 
 
 def test_generated_files_are_up_to_date() -> None:
     assert main(["--check"]) == 0
+    assert foreign_reference.main(["--check"]) == 0
 
 
 def test_the_quickstart_file_is_the_defaults() -> None:

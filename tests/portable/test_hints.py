@@ -10,16 +10,13 @@ import pytest
 
 from portable.command_line import TrainOptions, parse_args
 from portable.config import RunConfig, keys, load_config
-from portable.config.importing.accelerate import WERE_SETTINGS
-from portable.config.importing.trainers import TRAINERS
 from portable.errors import UserError
+from portable.importing.hints import FOREIGN_NAMES
 from portable.registry import World
 from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps, warn_of_rare_checkpoints
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
-NAMED = {name: row for name, row in TRAINERS.items() if "." not in name}
-ROWS = (*NAMED.values(), *WERE_SETTINGS.values())
-HINTS = sorted({row.hint for row in ROWS if " " in row.hint})
+HINTS = sorted({remedy for remedy in FOREIGN_NAMES.keys.values() if " " in remedy})
 
 
 @pytest.mark.parametrize("hint", HINTS)
@@ -42,13 +39,13 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
         load_config({name: 1})
     with pytest.raises(UserError) as as_a_flag:
         parse_args([f"--{name}", "1"])
-    row = TRAINERS.get(name)
+    remedy_of_name = FOREIGN_NAMES.keys.get(name)
     for text, start in ((str(in_a_file.value), "unknown key "), (str(as_a_flag.value), "unknown flag --")):
         told, _, remedy = text.partition("; ")
         assert name in told if name in SECTIONS else text.startswith(f"{start}{name}; ")
         assert "the top level takes" not in text and "--help lists" not in text
-        assert row is None or not row.hint or row.hint.rstrip("?") in text
-        if (row is None or not row.hint) and " " not in remedy.removeprefix("did you mean "):
+        assert not remedy_of_name or remedy_of_name in text
+        if not remedy_of_name and " " not in remedy.removeprefix("did you mean "):
             # An exact setting, not one that begins like it.
             assert remedy.removeprefix("did you mean ").removeprefix("--").rstrip("?") in TABLE
 

@@ -19,16 +19,17 @@ from trl.scripts.utils import DatasetConfig
 from portable.cli import main
 from portable.commands.importing import import_files
 from portable.config import RunConfig, keys, load_config
-from portable.config.importing.importer import PROGRAMS, read
-from portable.config.importing.rows import row_of
-from portable.config.importing.trainers import TORCHTUNE, TRAINERS
+from portable.config.origins import Origin
 from portable.config.yaml_text import Document, parse
+from portable.importing import axolotl, trl
+from portable.importing.foreign_file import ForeignFile, Program
+from portable.importing.programs import PROGRAMS, TORCHTUNE, TRL, read_file
 from tests.published import tree
 
 TABLE = keys.settings(RunConfig)
 IMPORTS = Path(__file__).with_name("imports")
 EXPECTED = parse((IMPORTS / "expected.yaml").read_text("utf-8"), "expected.yaml").value
-TRL, AXOLOTL, FACTORY, ACCELERATE = (
+TRL_FILE, AXOLOTL_FILE, FACTORY_FILE, ACCELERATE_FILE = (
     (IMPORTS / f"{name}.yaml").read_text("utf-8")
     for name in ("trl", "axolotl", "llama-factory", "accelerate")
 )
@@ -58,7 +59,7 @@ def test_devices_that_share_a_sequence_or_a_layer_take_one_batch(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "axolotl.yaml"
-    theirs = AXOLOTL.replace("qlora", "lora").replace("paged_adamw_8bit", "adamw_torch")
+    theirs = AXOLOTL_FILE.replace("qlora", "lora").replace("paged_adamw_8bit", "adamw_torch")
     file.write_text(f"{theirs}\n{key}: 2\n")
     counts = []
     for given in (theirs, file.read_text()):
@@ -73,7 +74,7 @@ KEYS = yaml.safe_load((IMPORTS / "keys.yaml").read_text("utf-8"))
 
 @pytest.mark.parametrize("row", KEYS, ids=lambda row: json.dumps(row["given"]))
 def test_what_a_file_means_to_its_program(row: dict[str, Any]) -> None:
-    found = read(Document(row["given"], {}), "theirs.yaml")
+    found = read_file(Document(row["given"], {}), "theirs.yaml")
     assert not found.refused
     expected = row["comes_to"]
     assert {key: found.values.get(key) for key in expected} == expected
@@ -83,7 +84,7 @@ def test_what_a_file_means_to_its_program(row: dict[str, Any]) -> None:
 
 
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.yaml").write_text(ACCELERATE)
+    (tmp_path / "a.yaml").write_text(ACCELERATE_FILE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]
     more = "--per_device_train_batch_size 2 --learning_rate 1e-5 --lora_target_modules a b"
     found, printed = imported(str(tmp_path / "a.yaml"), "--", *script, *more.split(), capsys=capsys)
@@ -99,8 +100,11 @@ def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.Capture
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "theirs.yaml"
     for text, line in (
-        (FACTORY.replace("org/pairs", "identity,alpaca_en_demo"), "data.source: the files name no data"),
-        (TRL.replace("model_name_or_path: org/model\n", ""), "model.name_or_path: the files name no model"),
+        (FACTORY_FILE.replace("org/pairs", "identity,alpaca_en_demo"), "data.source: the files name no data"),
+        (
+            TRL_FILE.replace("model_name_or_path: org/model\n", ""),
+            "model.name_or_path: the files name no model",
+        ),
         ("- 1\n", "not a config of torchtune, axolotl"),
         ("base_model: org/model\ndatasets: []\n", "data.source: the files name no data"),
         ("base_model: org/model\npretraining_dataset: org/data\n", "data.source: the files name no data"),
@@ -189,7 +193,7 @@ def with_key(values: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
 
 def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all settings of the run that a file describes, and the refused keys."""
-    imported_run = read(Document(theirs, {}), "theirs.yaml")
+    imported_run = read_file(Document(theirs, {}), "theirs.yaml")
     pairs = {"data.format": "preference"} if "train.loss" in imported_run.values else {}
     config = load_config(None, {**pairs, **imported_run.values})
     return {key: keys.plain(config.get(key)) for key in TABLE}, imported_run.refused
@@ -202,13 +206,13 @@ def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -
     expected, _ = effective(start)
     compared = 0
     for key, value in defaults().items():
-        rows = TORCHTUNE if start is TUNE_START else TRAINERS
-        if key in start or row_of(rows, key) is None or SAME_MEANING.get(key) == value:
+        program = TORCHTUNE if start is TUNE_START else TRL
+        if key in start or program.find_key(key) is None or SAME_MEANING.get(key) == value:
             continue
         compared += 1
-        named = read(Document(with_key(start, key, value), {}), "theirs.yaml")
+        named = read_file(Document(with_key(start, key, value), {}), "theirs.yaml")
         assert not named.refused
-        if named.values == read(Document(start, {}), "theirs.yaml").values:
+        if named.values == read_file(Document(start, {}), "theirs.yaml").values:
             continue
         actual, _ = effective(with_key(start, key, value))
         other = {setting: actual[setting] for setting in actual if actual[setting] != expected[setting]}
@@ -242,7 +246,7 @@ def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
             continue
         section, _, _ = dotted.rpartition(".")
         misspelled = f"{section}.misspelled".strip(".")
-        imported_run = read(Document(with_key(start, misspelled, "xyz"), {}), "theirs.yaml")
+        imported_run = read_file(Document(with_key(start, misspelled, "xyz"), {}), "theirs.yaml")
         lines = [*imported_run.refused, *imported_run.notes]
         around = section.split(".")[0]
         named = [line for line in lines if "misspelled" in line]
@@ -257,6 +261,28 @@ def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
     assert compared > 100
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_targets_are_settings(program: Program) -> None:
+    """A setting that a key becomes exists, and so does each setting among the defaults of the program."""
+    tables = [program.keys, axolotl.ENTRY_KEYS, trl.MIXTURE_ENTRY_KEYS]
+    targets = {
+        target for keys_of_program in tables for key in keys_of_program.values() for target in key.targets
+    }
+    assert targets | program.defaults.keys() <= TABLE.keys()
+    assert {difference.setting for difference in program.differences} <= {"", *TABLE}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_values_become_the_settings_that_the_table_names(program: Program) -> None:
+    for name, key in program.keys.items():
+        for value in (True, 1, 0.5, "x", "cpu", "fp32", ["x"], {"x": 1}, *key.unless):
+            file = ForeignFile(program, tree(name, value), lambda path: Origin(".".join(path), 0))
+            file.convert()
+            assert file.result.values.keys() <= {*key.targets, *UNNAMED_TARGETS}, (name, value)
+
+
+UNNAMED_TARGETS = ("deepspeed.config", "train.adafactor_rule")
+"""Keys that DeepSpeed reads are passed on. The word adafactor also chooses the rule of transformers."""
 SILENT = {"preprocess_shards": "sizes of work, not of data"}
 
 
@@ -279,7 +305,9 @@ def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
     pairs = {"rl": "dpo"} if key in ("field_prompt", "field_chosen", "field_rejected") else {}
     results = []
     for entry in (start, {**start, key: values.get(key, "xyz")}):
-        imported_run = read(Document({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml")
+        imported_run = read_file(
+            Document({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml"
+        )
         results.append((imported_run.values, imported_run.notes, imported_run.refused))
     assert (results[0] != results[1]) == (key not in SILENT)
 
@@ -302,7 +330,7 @@ def test_no_argument_of_a_dataset_of_torchtune_vanishes(dataset: str) -> None:
                 "packed": False,
                 **more,
             }
-            imported_run = read(Document({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
+            imported_run = read_file(Document({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
             results.append((imported_run.values, imported_run.notes, imported_run.refused))
         is_supported = not any("has no counterpart: set data.source" in line for line in results[0][2])
         assert results[0] != results[1] or not is_supported, key
@@ -363,14 +391,14 @@ def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureF
     done = capsys.readouterr()
     assert "entry 1: shards: 10 has no counterpart" in " ".join(done.out.replace("#", "").split())
     assert "1 key without a counterpart" in done.err
-    (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE_FILE)
     assert "start the same number of ranks" in imported(str(tmp_path / "accelerate.yaml"), capsys=capsys)[1]
 
 
 @pytest.mark.parametrize("value", [True, 1, -1, 0, 0.5, "x", "", None, [], ["x"], {}, {"x": 1}], ids=repr)
 def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
     for program in PROGRAMS:
-        start = dict.fromkeys((program.sure.split() or program.some.split())[:2], None)
-        for name in program.rows:
-            found = read(Document({**start, **tree(name, value)}, {}), "theirs.yaml")
+        start = dict.fromkeys((program.own_keys or program.usual_keys)[:2], None)
+        for name in program.keys:
+            found = read_file(Document({**start, **tree(name, value)}, {}), "theirs.yaml")
             assert all("\n" not in line for line in (*found.refused, *found.notes))

@@ -19,8 +19,8 @@ from accelerate.utils.launch import (
 
 from portable.command_line import Invocation, parse_args
 from portable.config import RunConfig, keys
-from portable.config.importing.importer import read_environment
 from portable.errors import UserError
+from portable.importing.programs import read_environment
 from tests.published import Shape, shapes
 
 SHAPES = shapes("accelerate.json") + shapes("accelerate_keys.yaml")

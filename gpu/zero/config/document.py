@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.zero import private_api
 from gpu.zero.config.schema import check, drop_unset
-from portable.config.importing.deepspeed import AUTO, parse_json
-from portable.config.importing.importer import open_deepspeed, read_deepspeed
 from portable.config.origins import shown
 from portable.config.yaml_text import read_text
 from portable.errors import UserError, one_line, require
+from portable.importing.deepspeed import AUTO, parse_json
+from portable.importing.programs import convert_deepspeed, open_deepspeed
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.config.importing.rows import Imported
+    from portable.importing.foreign_file import ImportedRun
 
 KEY = "deepspeed.config"
 """The setting that names the file, or holds the mapping."""
@@ -35,7 +35,7 @@ class Document:
 
     values: dict[str, Any]
     name: str
-    imported: Imported
+    imported: ImportedRun
 
     def get(self, path: str) -> Any:
         """The value at the dotted ``path``; None if it is missing or ``auto``."""
@@ -72,7 +72,7 @@ def read(config: RunConfig) -> Document | None:
         file.note(path, "has no effect: the installed DeepSpeed does not read it")
     check(file.values, name)
     zero["stage"] = _stage(config, zero, name)
-    return Document(file.values, name, read_deepspeed(file))
+    return Document(file.values, name, convert_deepspeed(file))
 
 
 def _stage(config: RunConfig, zero: dict[str, Any], name: str) -> int:

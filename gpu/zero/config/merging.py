@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from gpu.zero.buckets import automatic
 from gpu.zero.config.document import KEY
 from gpu.zero.config.schema import without_auto
-from portable.config.importing.deepspeed import AUTO
 from portable.config.origins import shown
+from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from gpu.zero.config.document import KEY, Document
 from portable.checks import check
 from portable.config import keys
-from portable.config.importing.deepspeed import AUTO
 from portable.config.origins import shown
 from portable.config.validation import find_mistake
 from portable.errors import UserError, require
+from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     Raises:
         UserError: if the JSON contradicts a setting of the run, or itself.
     """
-    imported = document.imported.demand()
+    imported = document.imported.require_all()
     found: dict[str, Any] = {}
 
     def put(key: str, value: Any, origin: str) -> None:

@@ -1,110 +1,248 @@
-"""The keys and types of a DeepSpeed configuration, as one pydantic model.
+"""Judge a DeepSpeed JSON by the installed DeepSpeed.
 
-DeepSpeed reads some sections with pydantic models, which are used as they are. The rest it reads from plain
-dictionaries, where a misspelt key is silently ignored; those have their types in
-``portable/config/importing/keys.md``, from ``deepspeed/runtime/config.py`` and the ``constants.py`` beside
-each feature.
+DeepSpeed reads some sections with pydantic models, which are used as they are, and the rest from plain
+dictionaries, where it ignores a misspelled key and reads the text ``"false"`` as true. So DeepSpeed's own
+parser reads the file through :class:`RecordedSection`, which records the keys that the parser asks for, with
+their defaults: a key that it does not ask for is unknown, and a value must be of the type of its default.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, KeysView
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from converters.similar_names import suggest_name
 from gpu.zero import private_api
 from portable.config import keys
-from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, ROWS, SCHEDULERS
-from portable.config.importing.rows import cells, nothing
 from portable.config.origins import shown
 from portable.errors import UserError, one_line
+from portable.importing.deepspeed import AUTO, OPTIMIZERS, REFUSED_SECTIONS, SCHEDULERS
+from portable.importing.foreign_keys import is_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+Path = tuple[str, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
+_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+"""A batch for the parser, which needs one. The batch of the run is checked with the number of ranks."""
+_OURS = ("optimizer", "scheduler", "train_batch_size", *_BATCH)
+"""Keys that the parser does not judge, because the run builds the batch, the optimizer and the schedule."""
+_REFUSED = REFUSED_SECTIONS | {"data_efficiency"}
+"""Sections that are refused if they are on, so their inner keys do not matter."""
+_DTYPES = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"))
+"""Keys that DeepSpeed only reads when it trains."""
 
 
-def _number(least: float) -> Any:
-    return Annotated[float, Field(ge=least)]
+class RecordedSection(dict[str, Any]):
+    """A section of a configuration that records the keys that a parser asks for.
+
+    Attributes:
+        defaults: Default of each key that the parser has asked for; None if it gave no default.
+        path: Path of the section.
+        last: Paths of the keys that the parser has asked for, in all sections.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: Path = (), last: list[Path] | None = None) -> None:
+        self.defaults: dict[str, Any] = {}
+        self.path = path
+        self.last: list[Path] = [] if last is None else last
+        super().__init__(
+            {
+                key: RecordedSection(value, (*path, key), self.last)
+                if isinstance(value, dict)
+                and (*path, key)[0] not in _REFUSED | private_api.config_models().keys()
+                else value
+                for key, value in values.items()
+            }
+        )
+
+    def record(self, key: str, default: Any = None) -> None:
+        """Record that a parser asks for a key."""
+        self.last.append((*self.path, key))
+        if self.defaults.get(key) is None:
+            self.defaults[key] = default
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value."""
+        self.record(key, default)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.record(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.record(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        for key in super().__iter__():
+            self.record(key)
+            yield key
+
+    def keys(self) -> Any:
+        """Return a view that records lookups and iteration."""
+        return KeysView(self)
+
+    def items(self) -> Any:
+        """Return the items. All keys are recorded."""
+        return [(key, self[key]) for key in self]
+
+    def __copy__(self) -> RecordedSection:
+        return self
+
+    def __deepcopy__(self, _: dict[int, Any]) -> RecordedSection:
+        return self
+
+    def sections(self) -> Iterator[RecordedSection]:
+        """Yield this section and the sections in it that the parser has looked into.
+
+        The parser keeps other mappings as they are, or does not know them.
+        """
+        yield self
+        for value in super().values():
+            if isinstance(value, RecordedSection) and value.defaults:
+                yield from value.sections()
+
+    def plain_items(self) -> Iterator[tuple[str, Any]]:
+        """Yield the items without recording."""
+        yield from super().items()
 
 
-_Number = _number(0)
-_Whole = Annotated[int, Field(gt=0)]
-_Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
-_Known = dict[str, Any]
-"""Types by key; a mapping of these for a section."""
+@dataclass
+class Judgment:
+    """The mistakes that DeepSpeed finds in a configuration.
+
+    Attributes:
+        unknown: Paths of unknown keys, each with the names of the keys beside it.
+        wrong: Message about the first wrong value, or None.
+    """
+
+    unknown: dict[Path, list[str]] = field(default_factory=dict)
+    wrong: str | None = None
 
 
-def _dtype(value: Any) -> Any:
-    if not private_api.is_dtype(value):
-        raise ValueError(f"{shown(value)} is no dtype that DeepSpeed knows")
-    return value
+def judge(document: Mapping[str, Any]) -> Judgment:
+    """Find the mistakes in a configuration: by DeepSpeed's models, and then by its parser."""
+    judgment = Judgment()
+    _judge_by_models(document, judgment)
+    if judgment.wrong is None:
+        _judge_by_parser(document, judgment)
+    return judgment
 
 
-_KINDS = {
-    "anything": Any,
-    "true or false": bool,
-    "a number": _Number,
-    "a whole number from 1": Annotated[int, Field(gt=0)],
-    "a dtype": Annotated[Any, AfterValidator(_dtype)],
-}
+def _judge_by_models(document: Mapping[str, Any], judgment: Judgment) -> None:
+    schema, values = build_schema(document), without_auto(document)
+    try:
+        schema(**values)
+    except ValidationError as error:
+        details = error.errors()
+        for detail in details:
+            if detail["type"] == "extra_forbidden":
+                path = tuple(map(str, detail["loc"]))
+                judgment.unknown[path] = names_at(schema, path[:-1])
+        wrong = next((detail for detail in details if detail["type"] != "extra_forbidden"), None)
+        if wrong is not None:
+            # A location also names members of unions.
+            path = tuple(str(part) for part in wrong["loc"] if str(part) in _names_in(values))
+            judgment.wrong = _describe_wrong(path, wrong)
+    except Exception as error:  # of one of its validators
+        judgment.wrong = str(error) or type(error).__name__
 
 
-def _model(name: str, known: _Known) -> type[BaseModel]:
-    """A strict model; each key may be missing or null."""
-    fields: _Known = {
-        key: ((_model(key, kind) if isinstance(kind, dict) else kind) | None, None)
-        for key, kind in known.items()
-    }
-    return create_model(name, __config__=_STRICT, **fields)
+def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
+    values = {key: value for key, value in without_auto(document).items() if key not in _OURS} | _BATCH
+    for *section, name in judgment.unknown:
+        _find_section(values, section).pop(name, None)
+    recorded = RecordedSection(values)
+    problem: Exception | None = None
+    try:
+        private_api.parse(recorded)
+    except Exception as error:  # whatever its parser raises
+        problem = error
+    wrong = next(_iter_wrong(recorded), None)
+    if wrong is not None:
+        judgment.wrong = wrong
+    elif isinstance(problem, TypeError | AttributeError | LookupError):
+        path = recorded.last[-1]
+        judgment.wrong = f"{'.'.join(path)}: DeepSpeed cannot read {shown(_find(values, path))}"
+    elif problem is not None:  # its sections do not say where in the file they are
+        judgment.wrong = str(problem) or type(problem).__name__
+    else:
+        for section in recorded.sections():
+            for key, _ in section.plain_items():
+                if key not in section.defaults:
+                    judgment.unknown[(*section.path, key)] = _list_readable(section)
 
 
-@cache
-def _plain() -> _Known:
-    """What DeepSpeed reads from plain dictionaries."""
-    found: _Known = {}
-    for names, value in cells("Values in a DeepSpeed JSON"):
-        kind = _KINDS.get(value) or Annotated[Literal[tuple(value.split(", "))], _Lower]
-        for name in re.findall("`(.+?)`", names):
-            *around, last = name.split(".")
-            inside = found
-            for part in around:
-                inside = inside.setdefault(part, {})
-            inside[last] = kind
-    return found
+def _list_readable(section: RecordedSection) -> list[str]:
+    """Return the keys that the parser asks for, except for those that it refuses."""
+    return [key for key in section.defaults if private_api.removed_key_error({key: None}) is None]
 
 
-def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
-    """The model of ``document``; ``params`` of optimizer and scheduler depend on their types in it."""
-    known = {
-        **_plain(),
-        **{
-            section: {"enabled": bool, **{name: _type_of(value) for name, value in vars(made({})).items()}}
-            for section, made in private_api.config_classes().items()
-        },
+def _iter_wrong(recorded: RecordedSection) -> Iterator[str]:
+    """Yield a message for each value that is not of the type of its default."""
+    for section in recorded.sections():
+        for key, value in section.plain_items():
+            path = (*section.path, key)
+            if path in _DTYPES and not private_api.is_dtype(value):
+                yield f"{'.'.join(path)}: {shown(value)} is not a dtype that DeepSpeed knows"
+            default = section.defaults.get(key)
+            if default is None or (isinstance(value, dict) and isinstance(default, dict)):
+                continue
+            try:
+                TypeAdapter(_find_type(default), config=_STRICT).validate_python(value)
+            except ValidationError as error:
+                yield _describe_wrong(path, error.errors()[0])
+
+
+def _find_type(default: Any) -> Any:
+    """Return the type of values that a default implies."""
+    if isinstance(default, bool | dict):
+        return type(default)
+    return Annotated[float, Field(ge=min(0, default))] if isinstance(default, int | float) else Any
+
+
+def _describe_wrong(path: Path, detail: Mapping[str, Any]) -> str:
+    value = "" if isinstance(detail["input"], dict) else f", not {shown(detail['input'])}"
+    message = re.sub(r", (\w+) or \1$", r", \1", detail["msg"])  # of an enum with two names for a value
+    message = re.sub(r" or instance of \w+$", "", message)
+    return f"{'.'.join(path)}: {message}{value}"
+
+
+def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
+    """Build one model of the sections that DeepSpeed has models for, and of the two that the run builds.
+
+    Args:
+        document: The configuration. The params of optimizer and scheduler depend on their types in it.
+    """
+    sections = {
         "optimizer": {
             **dict.fromkeys(("type", "legacy_fusion"), Any),
             "params": _params(document, "optimizer", OPTIMIZERS),
         },
         "scheduler": {"type": Any, "params": _params(document, "scheduler", SCHEDULERS)},
+        **private_api.config_models(),
     }
-    return _model("DeepSpeed", {**known, **private_api.config_models()})
+    return _build_model("DeepSpeed", sections, ConfigDict(strict=True))
 
 
-def drop_unset(document: dict[str, Any]) -> list[tuple[str, ...]]:
+def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRICT) -> type[BaseModel]:
+    """Build a model of types by key; a mapping of types is a section. Each key may be missing or null."""
+    fields: dict[str, Any] = {
+        key: ((_build_model(key, kind) if isinstance(kind, dict) else kind) | None, None)
+        for key, kind in types.items()
+    }
+    return create_model(name, __config__=config, **fields)
+
+
+def drop_unset(document: dict[str, Any]) -> list[Path]:
     """Remove the keys of ``document`` that the installed DeepSpeed does not read and that are off.
 
     A later release may have added such a key: with false or an empty value it has no effect. A key that
@@ -112,36 +250,27 @@ def drop_unset(document: dict[str, Any]) -> list[tuple[str, ...]]:
     except for the values that DeepSpeed would assume without them.
 
     Args:
-        document: the configuration, which is changed.
+        document: The configuration, which is changed.
 
     Returns:
-        the path of each unknown key that was removed.
+        Path of each unknown key that was removed.
     """
     models = private_api.config_models()
-    for section in _REFUSED & models.keys():
+    for section in REFUSED_SECTIONS & models.keys():
         if isinstance(inside := document.get(section), dict):
             defaults = models[section]().model_dump(exclude_none=True)
             left = {k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])}
             document.pop(section) if not left else document.update({section: left})
-    schema = schema_of(document)
-    removed: list[tuple[str, ...]] = []
-    try:
-        schema(**without_auto(document))
-    except ValidationError as error:
-        for detail in error.errors():
-            *around, name = map(str, detail["loc"])
-            inside = _inside(document, around)
-            if detail["type"] != "extra_forbidden" or not nothing(detail["input"]) or name not in inside:
-                continue
-            if not suggest_name(name, names_at(schema, tuple(around))):
-                del inside[name]
-                removed.append((*around, name))
-    except Exception:  # of one of its validators; check reports it
-        return []
+    removed: list[Path] = []
+    for path, names in judge(document).unknown.items():
+        section_values = _find_section(document, path[:-1])
+        if is_off(section_values.get(path[-1])) and not suggest_name(path[-1], names):
+            del section_values[path[-1]]
+            removed.append(path)
     return removed
 
 
-def _inside(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
+def _find_section(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
     """Return the section at ``path``; an empty one if there is none."""
     for part in path:
         inside = values.get(part)
@@ -149,48 +278,30 @@ def _inside(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
     return values
 
 
+def _find(values: dict[str, Any], path: Path) -> Any:
+    return _find_section(values, path[:-1]).get(path[-1])
+
+
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether the JSON value ``value`` is the ``default`` of a model."""
+    """Return whether the JSON value ``value`` is the ``default`` of a model."""
     return bool(value == default) or str(value) == str(default)
 
 
-_REFUSED = {name for name, row in ROWS.items() if not row.to and row.how is None and not row.free}
-
-
-def check(document: dict[str, Any], where: str) -> None:
-    """Raise UserError for all keys that the installed DeepSpeed does not read, or the first wrong value.
+def check(document: dict[str, Any], name: str) -> None:
+    """Check that the installed DeepSpeed reads a configuration.
 
     Args:
-        document: the configuration.
-        where: its file or setting, for the message.
+        document: The configuration.
+        name: Its file or setting, used in error messages.
+
+    Raises:
+        UserError: For all unknown keys, or for the first wrong value.
     """
-    schema, given = schema_of(document), without_auto(document)
-    try:
-        schema(**given)
-    except ValidationError as error:
-        details = error.errors()
-        unknown = [
-            tuple(map(str, detail["loc"])) for detail in details if detail["type"] == "extra_forbidden"
-        ]
-        if unknown:
-            raise UserError(f"{where}: {_unknown(schema, unknown)}") from error
-        first = details[0]
-        # A place also names members of unions.
-        path = [str(part) for part in first["loc"] if str(part) in _names_in(given)]
-        got = "" if isinstance(first["input"], dict) else f", not {shown(first['input'])}"
-        told = re.sub(r", (\w+) or \1$", r", \1", first["msg"])  # of an enum with two names for a value
-        told = re.sub(r" or instance of \w+$", "", told)
-        raise UserError(one_line(f"{where}: {'.'.join(path)}: {told}{got}")) from error
-    except Exception as error:  # of one of its validators
-        raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
-    try:
-        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE)
-    except Exception as error:  # its sections do not say where in the file they are
-        raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
-
-
-_ONE = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-_OURS = ("optimizer", "scheduler", "train_batch_size")
+    judgment = judge(document)
+    if judgment.unknown:
+        raise UserError(f"{name}: {_describe_unknown(judgment.unknown)}")
+    if judgment.wrong is not None:
+        raise UserError(one_line(f"{name}: {judgment.wrong}"))
 
 
 def without_auto(values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -208,18 +319,17 @@ def _names_in(values: dict[str, Any]) -> set[str]:
     return set(values).union(*inside)
 
 
-def _unknown(schema: type[BaseModel], paths: list[tuple[str, ...]]) -> str:
-    """What to say of the unknown keys at ``paths``."""
+def _describe_unknown(unknown: Mapping[Path, list[str]]) -> str:
     hints = []
-    for path in paths:
-        siblings = names_at(schema, path[:-1])
-        hints.append(".".join(path) + suggest_name(path[-1], siblings, prefix=".".join((*path[:-1], ""))))
-    if len(paths) > 1:
+    for path, names in unknown.items():
+        hints.append(".".join(path) + suggest_name(path[-1], names, prefix=".".join((*path[:-1], ""))))
+    if len(hints) > 1:
         listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
         return f"unknown keys {', '.join(listed)}"
-    around = ".".join(paths[0][:-1]) or "the top level"
-    known = "" if hints[0] != ".".join(paths[0]) else f"; {around} has {', '.join(sorted(siblings))}"
-    return f"unknown key {hints[0]}{known}"
+    ((path, names),) = unknown.items()
+    section = ".".join(path[:-1]) or "the top level"
+    beside = "" if hints[0] != ".".join(path) else f"; {section} has {', '.join(sorted(names))}"
+    return f"unknown key {hints[0]}{beside}"
 
 
 def names_at(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
@@ -239,10 +349,3 @@ def _params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> An
     named = {str(kind), str(kind).lower()}
     names = [name for one in kinds if kind is None or one in named for name in private_api.params(one)]
     return dict.fromkeys(names, Any) or Any
-
-
-def _type_of(default: Any) -> Any:
-    """The type of values that ``default`` implies."""
-    if isinstance(default, bool | dict):
-        return type(default)
-    return _number(min(0, default)) if isinstance(default, int | float) else Any

@@ -1,0 +1,9 @@
+"""Files of other programs: what their keys become here.
+
+Each program is a module with a table from its keys to :mod:`portable.importing.foreign_keys`:
+:mod:`~portable.importing.trl` (also the Trainer and its example scripts), :mod:`~portable.importing.axolotl`,
+:mod:`~portable.importing.llama_factory`, :mod:`~portable.importing.torchtune`,
+:mod:`~portable.importing.accelerate` and :mod:`~portable.importing.deepspeed`.
+:mod:`portable.importing.programs` lists them and reads their files.
+``python -m portable.importing.reference`` writes docs/wild.md from the tables.
+"""

@@ -1,0 +1,592 @@
+"""The keys of an ``accelerate config`` file, and of the environment that ``accelerate launch`` makes of one.
+
+The file defines launch and sharding, not model, data or training. As in Accelerate, the sections for FSDP and
+DeepSpeed apply only if ``distributed_type`` names them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import shown
+from portable.config.types import truth
+from portable.config.yaml_text import parse_value
+from portable.importing.deepspeed import read_clipping, read_nvme_path, read_offload_device
+from portable.importing.foreign_keys import (
+    EMPTY,
+    Ignored,
+    NeverFalse,
+    NoCounterpart,
+    NoEffect,
+    Presets,
+    Refused,
+    Setting,
+    Settings,
+    Several,
+    WithoutCounterpart,
+    Words,
+    choose,
+    read_flag,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.importing.foreign_file import ForeignFile, Path
+    from portable.importing.foreign_keys import ForeignKeys
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""In the order of Accelerate's numbers, from 1."""
+SHARDING_WORDS = {word: name for n, name in enumerate(STRATEGIES, 1) for word in (str(n), name)}
+PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
+START_ON_EVERY_HOST = "start it on every host of the slice, as docs/tpu.md says"
+OF_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
+ONLY_LAYERS_WRAPPED = "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove it"
+
+
+def read_distributed_type(file: ForeignFile) -> str:
+    """Return the distributed type of a file, in capitals."""
+    return str(file.values.get("distributed_type", "NO")).upper()
+
+
+def is_for_xla(file: ForeignFile) -> bool:
+    """Return whether a file is for TPUs, or for FSDP under XLA."""
+    sections = (file.values, file.values.get("fsdp_config"))
+    return read_distributed_type(file) in ("XLA", "TPU") or any(
+        isinstance(section, dict) and section.get("xla") is True for section in sections
+    )
+
+
+def has_deepspeed_json(file: ForeignFile) -> bool:
+    """Return whether a file names a DeepSpeed JSON, which then decides."""
+    return file.get("deepspeed_config.deepspeed_config_file") not in (*EMPTY, "none")
+
+
+def read_zero_stage(file: ForeignFile) -> int:
+    """Return the ZeRO stage; 3 if a DeepSpeed JSON decides, which is not read here."""
+    stage = str(file.get("deepspeed_config.zero_stage", 2))
+    return int(stage) if stage in "0123" and not has_deepspeed_json(file) else 3
+
+
+def parse_number(value: Any) -> Any:
+    """Parse a quoted number. Accelerate reads numbers from environment variables, so it takes quoted ones."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else number
+
+
+@dataclass(frozen=True)
+class TpuLauncherKey(WithoutCounterpart):
+    """A key for starting TPU hosts. It is refused under XLA, and has no effect otherwise.
+
+    Attributes:
+        instead: What to do instead under XLA.
+    """
+
+    instead: str
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Refuse the value, or note that it has no effect."""
+        if is_for_xla(file):
+            raise NoCounterpart(f"{shown(value)} has no counterpart: {self.instead}")
+        raise NoEffect(f"{shown(value)} has no effect: it is for TPUs")
+
+    @property
+    def remedy(self) -> str:
+        """What to do instead."""
+        return self.instead
+
+
+def read_sharding(value: Any, file: ForeignFile) -> Any:
+    """Read one of the two keys for the sharding. Each version of FSDP has its own."""
+    version = str(file.get("fsdp_config.fsdp_version", file.get("fsdp_version", 1)))
+    is_key_of_fsdp2 = file.path[-1] == "fsdp_reshard_after_forward"
+    if (version == "2") != is_key_of_fsdp2 and not is_for_xla(file):
+        other = "fsdp_reshard_after_forward" if version == "2" else "fsdp_sharding_strategy"
+        raise NoEffect(f"has no effect: with fsdp_version {version} Accelerate reads {other}")
+    if is_key_of_fsdp2 and isinstance(truth(value), bool):
+        return "full_shard" if truth(value) else "shard_grad_op"
+    return None if value in EMPTY else choose(value, SHARDING_WORDS)
+
+
+def note_original_parameters(value: Any, _: ForeignFile) -> None:
+    """Note that the original parameters are kept, if the file does not ask for them."""
+    if truth(value) not in (True, *EMPTY):
+        raise NoEffect(f"{shown(value)} has no effect: FSDP2 always keeps the original parameters")
+
+
+def read_group_size(value: Any, _: ForeignFile) -> Any:
+    """Read the size of a group of ranks. One rank is not a group."""
+    size = parse_number(value)
+    return None if size == 1 else size
+
+
+def read_use_cpu(value: Any, file: ForeignFile) -> str | None:
+    """Read whether to run on the CPU."""
+    if not read_flag(value):
+        return None
+    if read_distributed_type(file) == "MULTI_GPU":
+        raise NoEffect("has no effect: with distributed_type MULTI_GPU Accelerate runs on GPUs")
+    return "cpu"
+
+
+def read_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read the backend of torch.compile. It is at the top level in older files."""
+    if value in EMPTY:
+        return {}
+    if str(value).upper() in ("NO", "FALSE"):
+        return {"compile": False}
+    if read_distributed_type(file) == "DEEPSPEED":
+        raise NoEffect("has no effect: Accelerate ignores it with DeepSpeed; set compile")
+    return {"compile": True, "compile_backend": str(value).lower()}
+
+
+def read_gpu_ids(value: Any, file: ForeignFile) -> None:
+    """Read the GPUs to use: a list, or text with commas."""
+    ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+    file.result.gpu_ids = ids.replace(" ", "")
+    raise NoEffect(f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless it is set already")
+
+
+def read_old_fp16(value: Any, file: ForeignFile) -> str | None:
+    """Read ``fp16``, which Accelerate had before ``mixed_precision``."""
+    if value in EMPTY or file.get("mixed_precision"):
+        return None
+    return "fp16" if read_flag(value) else "fp32"
+
+
+def read_class_names(value: Any, _: ForeignFile) -> list[str] | None:
+    """Read the classes of layers to wrap: a list, or text with commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    return [str(name).strip() for name in names if str(name).strip()] or None
+
+
+def read_min_parameters(value: Any, file: ForeignFile) -> Any:
+    """Read the size of a layer to wrap. Accelerate writes it for other policies, too."""
+    policy = str(file.get("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
+    return parse_number(value) if policy == "SIZE_BASED_WRAP" else None
+
+
+def read_wrap_policy(value: Any, file: ForeignFile) -> str:
+    """Read the policy of wrapping. Under XLA, there is only one."""
+    policy = choose(value, {word: word for word in ("transformer_based_wrap", "size_based_wrap", "no_wrap")})
+    if is_for_xla(file) and policy != "transformer_based_wrap":
+        raise NoCounterpart(f"{policy}: {ONLY_LAYERS_WRAPPED}")
+    return str(policy)
+
+
+def read_xla_reshard(value: Any, file: ForeignFile) -> str | None:
+    """Read XLA's second name for the strategy, which must agree with the first one."""
+    if value in EMPTY:
+        return None
+    strategy = "full_shard" if read_flag(value) else "shard_grad_op"
+    sharding = file.get("fsdp_config.fsdp_sharding_strategy")
+    if sharding is None:
+        return strategy
+    if read_flag(value) is (choose(sharding, SHARDING_WORDS) in ("shard_grad_op", "hybrid_shard_zero2")):
+        raise NoCounterpart(
+            f"{shown(value)} contradicts fsdp_sharding_strategy {sharding}; remove one of the two"
+        )
+    return None
+
+
+def read_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
+    """Read XLA's second name for ``mixed_precision``, which must agree with it."""
+    dtypes = {"float32": "fp32", "bfloat16": "bf16"}
+    precision = str(choose(str(value).removeprefix("torch."), dtypes))
+    mixed = file.get("mixed_precision")
+    if mixed is not None and choose(mixed, PRECISIONS) != precision:
+        raise NoCounterpart(f"{value} contradicts mixed_precision {shown(mixed)}; remove one of the two")
+    return precision
+
+
+def read_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
+    """Read a dtype, with or without ``torch.``."""
+    return str(value).removeprefix("torch.")
+
+
+def read_accumulation(value: Any, file: ForeignFile) -> dict[str, Any] | None:
+    """Read the accumulation steps as if they were in a DeepSpeed JSON, which this section abbreviates."""
+    steps = int(value) if isinstance(value, str) and value.isdigit() else value
+    if steps in (1, "auto"):  # Accelerate's default in every file
+        return None
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise NoCounterpart(f"must be a positive whole number or auto, not {shown(value)}")
+    if has_deepspeed_json(file):
+        raise NoCounterpart("Accelerate takes it from deepspeed_config_file; set it there, and remove it")
+    return {"gradient_accumulation_steps": steps}
+
+
+def read_deepspeed_json(value: Any, file: ForeignFile) -> Any:
+    """Read the path of a DeepSpeed JSON."""
+    if not has_deepspeed_json(file):
+        return None
+    if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
+        raise NoCounterpart(f"{value} does not exist; use the path of a DeepSpeed JSON")
+    return value
+
+
+XLA_KEYS: ForeignKeys = {
+    "xla": Words("backend", {"true": "xla", "false": None}),
+    "xla_fsdp_grad_ckpt": Words(
+        "memory.activation_checkpointing",
+        {"true": "full", "false": None},
+        hint="set memory.activation_checkpointing to full",
+    ),
+    "xla_fsdp_settings.compute_dtype": Setting(
+        "precision", read_xla_compute_dtype, hint="set precision to bf16 or fp32"
+    ),
+    "xla_fsdp_settings.buffer_dtype": Setting("xla.buffer_dtype", read_xla_buffer_dtype),
+    "xla_fsdp_settings.shard_param_on_dim_0": Words(
+        "xla.shard_param_on_dim_0", {"true": True, "false": False}
+    ),
+    "xla_fsdp_settings.optimization_barrier_in_backward": Words(
+        "xla.optimization_barrier_in_backward", {"true": True, "false": False}
+    ),
+    "xla_fsdp_settings.reshard_after_forward": Setting(
+        "strategy",
+        read_xla_reshard,
+        reads_every_value=True,
+        hint="set strategy to full_shard if it is true, and to shard_grad_op if not",
+    ),
+    "xla_fsdp_settings.fp32_reduce_scatter": Refused(
+        "under SPMD gradients are reduced in the compute type; remove it, or set precision to fp32"
+    ),
+    "xla_fsdp_settings.disable_reshard_on_root": Refused(
+        "under SPMD there are no units and no root; remove it"
+    ),
+    "xla_fsdp_settings.flatten_parameters": Refused(
+        "under SPMD parameters are sharded along a dim; remove it"
+    ),
+    "xla_fsdp_settings.pin_layout_in_collective_ops": Refused(
+        "under SPMD the compiler places the collectives; remove it"
+    ),
+    "xla_fsdp_settings.optimization_barrier_in_forward": Refused(
+        "under SPMD the compiler schedules the gathers; remove it"
+    ),
+    "xla_fsdp_settings.execute_sharding_on_init": NeverFalse(
+        "parameters are always sharded on creation; remove it"
+    ),
+    "xla_fsdp_settings.auto_wrap_policy": Refused(ONLY_LAYERS_WRAPPED, unless=("transformer_based_wrap",)),
+}
+"""Keys of FSDP under XLA: at the top level in some guides, and in FSDP's section in the Trainer's."""
+XLA_SECTIONS = {name.partition(".")[0] for name in XLA_KEYS}
+FSDP_KEYS: ForeignKeys = {
+    **dict.fromkeys(
+        ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
+        Setting("strategy", read_sharding, reads_every_value=True),
+    ),
+    "fsdp_config.fsdp_auto_wrap_policy": Setting("fsdp.auto_wrap_policy", read_wrap_policy),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Setting(
+        "fsdp.transformer_layer_cls_to_wrap", read_class_names
+    ),
+    "fsdp_config.fsdp_min_num_params": Setting("fsdp.min_num_params", read_min_parameters),
+    "fsdp_config.fsdp_forward_prefetch": Words("fsdp.forward_prefetch", {"true": True, "false": None}),
+    **dict.fromkeys(
+        ("fsdp_config.fsdp_backward_prefetch", "fsdp_config.fsdp_backward_prefetch_policy"),
+        Words(
+            "fsdp.backward_prefetch",
+            {"backward_pre": "backward_pre", "backward_post": "backward_post", "no_prefetch": "no_prefetch"},
+        ),
+    ),
+    "fsdp_config.fsdp_state_dict_type": Words(
+        "checkpoint.export", {"SHARDED_STATE_DICT": None, "FULL_STATE_DICT": True}
+    ),
+    "fsdp_config.fsdp_offload_params": Words("memory.offload_params", {"true": "cpu", "false": "none"}),
+    "fsdp_config.fsdp_activation_checkpointing": Words(
+        "memory.activation_checkpointing", {"true": "full", "false": "none"}
+    ),
+    "fsdp_config.fsdp_activation_checkpointing_offload": Refused(
+        "stored activations stay on the device; set it to false"
+    ),
+    "fsdp_config.fsdp_ignored_modules": Refused("every module is sharded; remove it"),
+    "fsdp_config.fsdp_version": Presets(
+        {"1": {}, "2": {}}, hint="1 or 2, which says what keys Accelerate reads"
+    ),
+    "fsdp_config.fsdp_use_orig_params": Several(
+        (),
+        note_original_parameters,
+        reads_every_value=True,
+        hint="no effect if false: FSDP2 always keeps the original parameters",
+    ),
+    **dict.fromkeys(
+        ("fsdp_config.fsdp_cpu_ram_efficient_loading", "fsdp_config.fsdp_sync_module_states"), Ignored()
+    ),
+}
+DEEPSPEED_KEYS: ForeignKeys = {
+    "deepspeed_config.zero_stage": Words(
+        "strategy", {"0": "no_shard", "1": "zero1", "2": "zero2", "3": "zero3"}
+    ),
+    "deepspeed_config.gradient_accumulation_steps": Setting("deepspeed.config", read_accumulation),
+    "deepspeed_config.deepspeed_config_file": Setting("deepspeed.config", read_deepspeed_json),
+    "deepspeed_config.gradient_clipping": Several(
+        ("train.max_grad_norm",), read_clipping, reads_every_value=True
+    ),
+    "deepspeed_config.offload_optimizer_device": Setting(
+        "memory.offload_optimizer", read_offload_device("optimizer", read_zero_stage)
+    ),
+    "deepspeed_config.offload_param_device": Setting(
+        "memory.offload_params", read_offload_device("params", read_zero_stage)
+    ),
+    "deepspeed_config.offload_optimizer_nvme_path": Several(
+        ("memory.nvme_path",), read_nvme_path("deepspeed_config.offload_optimizer_device", read_zero_stage)
+    ),
+    "deepspeed_config.offload_param_nvme_path": Several(
+        ("memory.nvme_path",), read_nvme_path("deepspeed_config.offload_param_device", read_zero_stage)
+    ),
+    "deepspeed_config.deepspeed_multinode_launcher": Refused(OF_LAUNCHER, unless=("standard",)),
+    **dict.fromkeys(
+        (
+            "deepspeed_config.deepspeed_hostfile",
+            "deepspeed_config.deepspeed_inclusion_filter",
+            "deepspeed_config.deepspeed_exclusion_filter",
+        ),
+        Refused(OF_LAUNCHER),
+    ),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": Ignored("ZeRO-3 finds the expert blocks automatically"),
+    **dict.fromkeys(
+        ("deepspeed_config.zero3_init_flag", "deepspeed_config.zero3_save_16bit_model"), Ignored()
+    ),
+}
+PARALLELISM_KEYS: ForeignKeys = {
+    **dict.fromkeys(
+        ("parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"),
+        Setting("context_parallel_size", read_group_size),
+    ),
+    "parallelism_config.parallelism_config_tp_size": Setting("tensor_parallel_size", read_group_size),
+    **dict.fromkeys(
+        (
+            "parallelism_config.parallelism_config_dp_shard_size",
+            "parallelism_config.parallelism_config_dp_replicate_size",
+        ),
+        Ignored("strategy and the number of ranks say it", unless=(1,)),
+    ),
+    **dict.fromkeys(
+        (
+            "parallelism_config.parallelism_config_cp_comm_strategy",
+            "parallelism_config.parallelism_config_cp_backend",
+            "parallelism_config.parallelism_config_sp_backend",
+            "parallelism_config.parallelism_config_sp_seq_length",
+            "parallelism_config.parallelism_config_sp_seq_length_is_variable",
+            "parallelism_config.parallelism_config_sp_attn_implementation",
+        ),
+        Ignored("ranks that share a sequence exchange tokens for heads"),
+    ),
+}
+KEYS: ForeignKeys = {
+    "distributed_type": Presets(
+        {
+            "NO": {"strategy": "no_shard"},
+            "false": {"strategy": "no_shard"},
+            "MULTI_GPU": {"strategy": "no_shard", "backend": "cuda"},
+            "MULTI_CPU": {"strategy": "no_shard", "backend": "cpu"},
+            "FSDP": {},
+            "DEEPSPEED": {},
+            "XLA": {"backend": "xla"},
+            "TPU": {"backend": "xla"},
+        }
+    ),
+    "mixed_precision": Words("precision", PRECISIONS),
+    "fp16": Setting("precision", read_old_fp16, reads_every_value=True),
+    "downcast_bf16": TpuLauncherKey("mixed_precision sets the compute dtype; set it to no"),
+    "use_cpu": Setting("backend", read_use_cpu),
+    "gpu_ids": Several((), read_gpu_ids, unless=("all",), hint="CUDA_VISIBLE_DEVICES"),
+    **dict.fromkeys(
+        ("dynamo_backend", "dynamo_config.dynamo_backend"),
+        Several(("compile", "compile_backend"), read_dynamo_backend, reads_every_value=True),
+    ),
+    "dynamo_config.dynamo_mode": Setting("compile_mode"),
+    **dict.fromkeys(
+        (
+            "dynamo_config.dynamo_use_fullgraph",
+            "dynamo_config.dynamo_use_dynamic",
+            "dynamo_config.dynamo_use_regional_compilation",
+        ),
+        Ignored("each layer is compiled separately", unless=("default",)),
+    ),
+    **FSDP_KEYS,
+    **XLA_KEYS,
+    **{f"fsdp_config.{name}": key for name, key in XLA_KEYS.items()},
+    **DEEPSPEED_KEYS,
+    **PARALLELISM_KEYS,
+    "mpirun_config": Refused(OF_LAUNCHER),
+    **dict.fromkeys(("main_process_ip", "main_process_port", "machine_rank", "rdzv_backend"), Ignored()),
+    **dict.fromkeys(("main_training_function", "same_network"), Ignored()),
+    **dict.fromkeys(("num_processes", "num_machines"), Ignored()),
+    "compute_environment": Refused(
+        "runs are always local; set it to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
+    ),
+    "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}; set it to false"),
+    "tpu_use_sudo": TpuLauncherKey("no command needs sudo; set it to false"),
+    **dict.fromkeys(
+        ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"),
+        TpuLauncherKey(f"{START_ON_EVERY_HOST}; remove it"),
+    ),
+    "debug": Ignored("collectives are not checked one by one"),
+    "enable_cpu_affinity": Ignored("ranks are not bound to cores"),
+    "fp8_config": Ignored("fp8 is not part of this version"),
+}
+OUR_OLD_SETTINGS: ForeignKeys = {
+    f"xla.{name.removeprefix('xla_fsdp_settings.')}": key
+    for name, key in XLA_KEYS.items()
+    if name != "xla" and not any(target.startswith("xla.") for target in key.targets)
+} | {"xla.xla_fsdp_v2": Ignored("sharding is always by SPMD; remove it")}
+"""Settings of earlier releases that had one value, or that have another name now."""
+
+
+def prepare(file: ForeignFile) -> None:
+    """Drop sections that Accelerate would not read, and add its prefixes to the keys of the others.
+
+    Args:
+        file: A file whose keys have not been converted.
+    """
+    values = file.values
+    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
+        if isinstance(inside := values.get(section), dict):
+            values[section] = {
+                key if key in XLA_SECTIONS or str(key).startswith(prefix[:-1]) else f"{prefix}{key}": value
+                for key, value in inside.items()
+            }
+    is_read = {
+        "fsdp_config": read_distributed_type(file) == "FSDP" or is_for_xla(file),
+        "deepspeed_config": read_distributed_type(file) == "DEEPSPEED",
+        "megatron_lm_config": False,  # Megatron-LM is refused as distributed_type
+    }
+    for section, read in is_read.items():
+        if section in values and (values[section] in EMPTY or isinstance(values[section], dict)):
+            if not read:
+                del values[section]
+            elif values[section] in EMPTY:
+                values[section] = {}
+
+
+def finish(file: ForeignFile, devices: int) -> None:
+    """Add Accelerate's defaults for the sharding, and the number of ranks.
+
+    Args:
+        file: A file whose keys have been converted.
+        devices: Not used, because the file says how many ranks there are.
+    """
+    kind, path, result = read_distributed_type(file), ("distributed_type",), file.result
+    if kind == "FSDP" and "strategy" not in result.values:
+        file.put(path, "strategy", "full_shard")
+    if kind == "DEEPSPEED" and "strategy" not in result.values and not has_deepspeed_json(file):
+        file.put(path, "strategy", "zero2")
+    if is_for_xla(file):  # where nothing is wrapped or prefetched
+        for key in [key for key in result.values if key.startswith("fsdp.")]:
+            del result.values[key], result.origins[key]
+    if is_for_xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in XLA_SECTIONS)):
+        file.note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
+    if is_for_xla(file) or "RANK" in os.environ:  # one process drives all devices, or a launcher sets it
+        return
+    machines, processes = file.values.get("num_machines", 1), file.values.get("num_processes")
+    if machines not in (None, 1):
+        file.refuse(
+            ("num_machines",),
+            f"{shown(machines)} machines need accelerate launch or torchrun on each of them, which this "
+            "process then joins; or set it to 1",
+        )
+    if processes is None and file.values.get("distributed_type") in ("NO", False):
+        processes = 1
+    if isinstance(processes, int) and processes > 0:
+        result.processes = processes
+    elif processes is not None and processes != -1:
+        file.refuse(("num_processes",), f"must be an integer >= 1, not {shown(processes)}")
+
+
+# -- the environment ---------------------------------------------------------------------------------------
+
+DISTRIBUTED_TYPES = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
+}
+
+
+@dataclass(frozen=True)
+class LaunchVariable:
+    """An environment variable that ``accelerate launch`` sets for each rank.
+
+    Attributes:
+        key: The key of a config file that it stands for. A star is the rest of the variable's name.
+        off: Values, in lower case, that mean nothing, because the launcher always sets the variable.
+    """
+
+    key: str
+    off: tuple[str, ...] = ()
+
+
+VARIABLES: dict[str, LaunchVariable] = {
+    "ACCELERATE_MIXED_PRECISION": LaunchVariable("mixed_precision", ("no",)),
+    "ACCELERATE_USE_CPU": LaunchVariable("use_cpu", ("false",)),
+    "ACCELERATE_DEBUG_MODE": LaunchVariable("debug"),
+    "ACCELERATE_CPU_AFFINITY": LaunchVariable("enable_cpu_affinity"),
+    **{
+        f"PARALLELISM_CONFIG_{size}_SIZE": LaunchVariable(
+            f"parallelism_config.parallelism_config_{size.lower()}_size"
+        )
+        for size in ("CP", "SP", "TP", "DP_SHARD", "DP_REPLICATE")
+    },
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": LaunchVariable("fsdp_config.fsdp_transformer_layer_cls_to_wrap"),
+    "FSDP_SHARDING_STRATEGY": LaunchVariable("fsdp_config.fsdp_sharding_strategy", ("full_shard", "1")),
+    "FSDP_RESHARD_AFTER_FORWARD": LaunchVariable("fsdp_config.fsdp_reshard_after_forward", ("true",)),
+    "FSDP_OFFLOAD_PARAMS": LaunchVariable("fsdp_config.fsdp_offload_params", ("false",)),
+    "FSDP_ACTIVATION_CHECKPOINTING": LaunchVariable("fsdp_config.fsdp_activation_checkpointing", ("false",)),
+    "FSDP_*": LaunchVariable("fsdp_config.fsdp_*"),
+    "ACCELERATE_DYNAMO_BACKEND": LaunchVariable("dynamo_config.dynamo_backend", ("no",)),
+    "ACCELERATE_DYNAMO_MODE": LaunchVariable("dynamo_config.dynamo_mode", ("default",)),
+    "ACCELERATE_DYNAMO_*": LaunchVariable("dynamo_config.dynamo_*"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": LaunchVariable("deepspeed_config.gradient_accumulation_steps"),
+    "ACCELERATE_GRADIENT_CLIPPING": LaunchVariable("deepspeed_config.gradient_clipping"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": LaunchVariable("deepspeed_config.deepspeed_config_file"),
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": LaunchVariable("deepspeed_config.zero3_init_flag"),
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": LaunchVariable(
+        "deepspeed_config.deepspeed_moe_layer_cls_names"
+    ),
+    "ACCELERATE_DEEPSPEED_*": LaunchVariable("deepspeed_config.*"),
+}
+"""Variables by name. A name that ends in a star is for all variables that begin like it."""
+
+
+def find_key_of_variable(variable: str, text: str) -> str:
+    """Return the key that a variable stands for; empty if it means nothing, or is not Accelerate's."""
+    if variable in VARIABLES:
+        entry = VARIABLES[variable]
+        return "" if text.lower() in entry.off else entry.key
+    for name, entry in VARIABLES.items():
+        if name.endswith("*") and variable.startswith(name[:-1]):
+            return entry.key[:-1] + variable.removeprefix(name[:-1]).lower()
+    return ""
+
+
+def read_variables(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Convert the variables of a launcher to the content of a config file.
+
+    Args:
+        environment: Environment of a process that the launcher has started.
+
+    Returns:
+        Content of the file, and the variable of each key.
+    """
+    values: dict[str, Any] = {}
+    variables: dict[Path, str] = {}
+    for variable, kind in DISTRIBUTED_TYPES.items():
+        if truth(environment.get(variable, "").replace("1", "true")) is True and not values:
+            values["distributed_type"] = kind
+            variables[("distributed_type",)] = variable
+    # FSDP1 and FSDP2 have different keys for the sharding.
+    unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
+    for variable, text in sorted(environment.items()):
+        dotted = find_key_of_variable(variable, text)
+        if not dotted or dotted.endswith(unread):
+            continue
+        section, _, name = dotted.rpartition(".")
+        target = values.setdefault(section, {}) if section else values
+        target[name] = None if text == "None" else parse_value(text)
+        variables[tuple(dotted.split("."))] = variable
+    return values, variables

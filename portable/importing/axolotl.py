@@ -1,0 +1,395 @@
+"""The keys of axolotl that the Trainer does not have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import shown
+from portable.importing.foreign_file import Difference
+from portable.importing.foreign_keys import (
+    Companion,
+    Ignored,
+    NoCounterpart,
+    Presets,
+    Refused,
+    Setting,
+    Several,
+    Switch,
+    Words,
+    is_off,
+)
+from portable.importing.trainer_conversions import (
+    AUTOMATIC,
+    BETA_OF_LOSS,
+    NO_LIGER,
+    ONLY_16_OR_32_BITS,
+    ONLY_TEXT,
+    SET_ADAPTER,
+    SET_EVAL,
+    SET_EVAL_EVERY,
+    SET_PAIR_LOSS,
+    SFT_OF_LOSS,
+    SOURCE_SETTINGS,
+    TOKENIZED_ONCE,
+    combine_sources,
+    convert_entry,
+    finish_run,
+    format_pair_loss,
+    read_chat_template,
+    read_eval_fraction,
+    read_events_per_epoch,
+    read_push_time,
+)
+from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
+from portable.importing.words import word_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.importing.foreign_file import ForeignFile
+    from portable.importing.foreign_keys import ForeignKeys
+
+PAIR_LOSSES = ("dpo", "ipo", "orpo", "simpo")
+FORMATS = {"completion": "text", "pretrain": "text", "None": "auto"}
+"""``data.format`` for types of records that have no other keys."""
+QUESTION_FIELDS = {"alpaca_chat.load_qa": "question", "context_qa.load_v2": "question"}
+"""Field of the question, for types of records with a question and an answer."""
+MESSAGE_FIELDS = {("role", "content"): "messages", ("from", "value"): "conversations"}
+"""Field of the messages, by the two keys of a message."""
+PAIR_COLUMNS = {
+    "field_prompt": "prompt",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_messages": "prompt",
+}
+ROLE_NAMES = {
+    "user": {"human", "user"},
+    "assistant": {"gpt", "assistant"},
+    "system": {"system"},
+    "tool": {"tool"},
+}
+"""The names of roles in records that can be read."""
+USE_CUSTOM_CODE = "custom code goes into train.loss, train.callbacks or model.function; leave it out"
+SET_TEMPLATE = "write a template into a .jinja file, and name it in data.chat_template"
+TURN_END = "the token that ends a trained turn is trained, and no other; leave it out"
+
+
+def read_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
+    """Read ``roles_to_train``, whose names may be the names of ShareGPT."""
+    names = {"human": "user", "gpt": "assistant"}
+    roles = [names.get(role, role) for role in map(str, value if isinstance(value, list) else [value])]
+    roles = list(dict.fromkeys(roles))
+    return None if roles == ["assistant"] else roles
+
+
+def check_role_names(value: Any, _: ForeignFile) -> None:
+    """Refuse a mapping from roles to names in the records, unless these are the usual names."""
+    others = {
+        role: words
+        for role, words in value.items()
+        if not {*([words] if isinstance(words, str) else words)} <= ROLE_NAMES.get(role, set())
+    }
+    if others:
+        raise NoCounterpart(
+            f"{shown(others)} has no counterpart: the roles in the records are user, assistant, system and "
+            "tool, or human and gpt with from and value; rename them in the records"
+        )
+
+
+def note_plugins(value: Any, file: ForeignFile) -> None:
+    """Note the plugins that only replace kernels, because they have no effect here. Refuse the others."""
+    for name in [str(item) for item in (value if isinstance(value, list) else [value]) if not is_off(item)]:
+        if "CutCrossEntropy" in name or "Liger" in name:
+            file.note(file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory")
+        else:
+            file.refuse(file.path, f"{shown(name)} has no counterpart: {USE_CUSTOM_CODE}")
+
+
+def read_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
+    """Read the project, which also chooses the tracker."""
+    return {"log.project": value, "log.trackers": ["wandb"]} if value else {}
+
+
+def read_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read ``rl``, the name of a loss of pairs."""
+    if value not in PAIR_LOSSES:
+        raise NoCounterpart(f"{shown(value)} has no counterpart: {SET_PAIR_LOSS}")
+    return {"train.loss": format_pair_loss(value, file.get("rl_beta", file.get("dpo_beta")))}
+
+
+def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read the list of datasets, or the only one."""
+    sources = []
+    for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
+        if not isinstance(entry, dict) or not entry.get("path"):
+            raise NoCounterpart(
+                f"{shown(entry)} has no counterpart: name a file or hub dataset in data.source"
+            )
+        sources.append(_read_dataset(entry, number, file))
+    return combine_sources(sources)
+
+
+def _read_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict[str, Any]:
+    kind = entry.get("type")
+    if isinstance(kind, dict):  # a custom prompter
+        entry = {**kind, **{key: value for key, value in entry.items() if key != "type"}}
+        kind = "alpaca"
+    settings = convert_entry(entry, ENTRY_KEYS, number, file)
+    template = settings.pop("chat_template", None)
+    if template is not None:
+        file.put(file.path, "data.chat_template", template)
+    data_format: str | None = None
+    columns: dict[str, str] = {}
+    if file.get("rl") in PAIR_LOSSES:
+        data_format = "preference"
+        columns = {ours: entry[theirs] for theirs, ours in PAIR_COLUMNS.items() if entry.get(theirs)}
+    else:
+        try:
+            data_format, columns = read_format(str(kind), entry)
+        except NoCounterpart as reason:
+            file.refuse(file.path, f"entry {number}: {reason}")
+    columns |= {ours: entry[f"field_{ours}"] for ours in ("system", "tools") if entry.get(f"field_{ours}")}
+    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    return {
+        "source": entry.get("data_files") or entry["path"],
+        "split": "train",
+        **settings,
+        "format": data_format,
+        "columns": columns or None,
+    }
+
+
+def read_format(kind: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return ``data.format`` and ``data.columns`` of an entry of ``datasets``.
+
+    Raises:
+        NoCounterpart: If no format reads such records.
+    """
+    if kind in QUESTION_FIELDS:
+        return "alpaca", {"instruction": QUESTION_FIELDS[kind], "output": "answer"}
+    base = kind.partition(".")[0]
+    if base == "alpaca":
+        answer = entry.get("field_output") or entry.get("field_model")
+        question = entry.get("field_instruction") or entry.get("field_human")
+        fields = {"instruction": question, "input": entry.get("field_input"), "output": answer}
+        return "alpaca", {ours: theirs for ours, theirs in fields.items() if theirs}
+    if base in ("chat_template", "sharegpt"):
+        return _read_message_format(entry, is_sharegpt=base == "sharegpt")
+    if kind not in FORMATS:
+        reason = "records of this kind are not read; write them as messages, alpaca or text"
+        raise NoCounterpart(f"{entry['path']}: type {shown(kind)} has no counterpart: {reason}")
+    return FORMATS[kind], {}
+
+
+def _read_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> tuple[str, dict[str, str]]:
+    mapping = entry.get("message_property_mappings") or {}
+    role = mapping.get("role") or entry.get("message_field_role") or ("from" if is_sharegpt else "role")
+    content = mapping.get("content") or entry.get("message_field_content")
+    content = content or ("value" if role == "from" else "content")
+    others = {key: name for key, name in mapping.items() if key not in ("role", "content") and key != name}
+    if (role, content) not in MESSAGE_FIELDS or others:
+        named = shown({"role": role, "content": content, **others})
+        raise NoCounterpart(
+            f"{entry['path']}: messages with the keys {named} have no counterpart: write them with role "
+            "and content, or with from and value"
+        )
+    field = MESSAGE_FIELDS[role, content]
+    theirs = entry.get("field_messages") or ("conversations" if is_sharegpt else "messages")
+    if field == "messages" and theirs == "conversations":
+        return "messages", {}
+    return ("sharegpt" if field == "conversations" else "messages"), {field: theirs}
+
+
+ENTRY_KEYS: ForeignKeys = {
+    **dict.fromkeys(("path", "data_files"), Companion("data.source")),
+    "name": Setting("data.config_name"),
+    "split": Setting("data.split"),
+    **dict.fromkeys(("field", "text_column"), Setting("data.text_field")),
+    "type": Companion("data.format"),
+    **dict.fromkeys(
+        ("field_messages", "message_property_mappings", "message_field_role", "message_field_content"),
+        Companion("data.format and data.columns"),
+    ),
+    **dict.fromkeys(("field_instruction", "field_output", "field_input"), Companion("data.columns")),
+    **dict.fromkeys(("field_system", "field_human", "field_model", "field_tools"), Companion("data.columns")),
+    **dict.fromkeys(("field_prompt", "field_chosen", "field_rejected"), Companion("data.columns")),
+    "roles_to_train": Setting("data.roles_to_train", read_trained_roles),
+    "roles": Several((), check_role_names, hint="data.format: each format has its own words for roles"),
+    "chat_template": Setting("data.chat_template", read_chat_template),
+    **dict.fromkeys(("train_on_eos", "train_on_eot"), Refused(TURN_END, unless=("turn",))),
+    "message_field_training": Refused(
+        "the keys train, training, weight and loss of a message are read; rename it in the records",
+        unless=("train", "training"),
+    ),
+    "message_field_training_detail": Refused(
+        "parts of a message cannot be left out; set weight: 0 in complete messages"
+    ),
+    **dict.fromkeys(
+        ("field_thinking", "template_thinking_key"),
+        Refused(
+            "the keys reasoning_content, thinking and reasoning of a message are read; rename it in the "
+            "records",
+            unless=("reasoning_content", "thinking", "reasoning"),
+        ),
+    ),
+    "split_thinking": Refused("write the reasoning into reasoning_content of each message"),
+    "drop_system_message": Refused("remove the system messages from the records"),
+    "chat_template_jinja": Refused("write it into a .jinja file, and name it in data.chat_template"),
+    **dict.fromkeys(
+        ("shards", "shards_idx"),
+        Refused("set data.split to a part, such as train[:10%], or data.max_samples"),
+    ),
+    "skip": Refused("set data.split to a part, such as train[10%:]"),
+    "conversation": Refused("name a template in data.chat_template"),
+    **dict.fromkeys(("system_prompt", "system_format", "format", "no_input_format"), Refused(SET_TEMPLATE)),
+    **dict.fromkeys(
+        ("prompt_format", "chosen_format", "rejected_format", "completion_format"), Refused(SET_TEMPLATE)
+    ),
+    **dict.fromkeys(
+        (
+            "input_transform",
+            "input_format",
+            "field_completion",
+            "field_label",
+            "logprobs_field",
+            "temperature",
+        ),
+        Refused("write the records as messages, alpaca or text"),
+    ),
+    "revision": Refused(
+        "the newest revision is taken; name a local folder in data.source for another", unless=("main",)
+    ),
+    "trust_remote_code": Refused("no code of a dataset is run; name its files in data.source"),
+    "ds_type": Ignored(
+        "the ending of a file's name decides; rename it", unless=("json", "parquet", "csv", "text")
+    ),
+    "preprocess_shards": Ignored(),
+}
+"""Keys of an entry of ``datasets`` and of ``pretraining_dataset``."""
+
+KEYS: ForeignKeys = {
+    # Model and adapter
+    "base_model": Setting("model.name_or_path"),
+    "flash_attention": Switch({"model.attention": "flash_attention_2"}),
+    "use_flash_attn": Switch({"model.attention": "flash_attention_2"}),
+    **dict.fromkeys(("sdp_attention", "xformers_attention"), Switch({"model.attention": "sdpa"})),
+    "adapter": Presets(
+        {"lora": {"adapter.type": "lora"}, "qlora": {"adapter.type": "lora", "adapter.base": "nf4"}},
+        hint=SET_ADAPTER,
+    ),
+    "lora_model_dir": Setting("adapter.name_or_path"),
+    "lora_target_linear": Switch({"adapter.target_modules": "all-linear"}),
+    "peft_use_dora": Setting("adapter.use_dora"),
+    "peft_use_rslora": Setting("adapter.use_rslora"),
+    **dict.fromkeys(("processor_type", "image_size"), Refused(ONLY_TEXT)),
+    **dict.fromkeys(("qat", "quantize_moe_experts"), Refused(ONLY_16_OR_32_BITS)),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored(NO_LIGER)),
+    **dict.fromkeys(("base_model_config", "lora_fan_in_fan_out"), Ignored()),
+    # Data
+    **dict.fromkeys(
+        ("datasets", "pretraining_dataset"), Several(SOURCE_SETTINGS, read_datasets, hint="data.source")
+    ),
+    "test_datasets": Refused(SET_EVAL),
+    "val_set_size": Setting("data.eval_fraction", read_eval_fraction),
+    "sequence_len": Setting("data.seq_len"),
+    "excess_length_strategy": Words("data.truncation", {"drop": "drop", "truncate": "end"}),
+    "sample_packing": Switch({"data.packing": "documents"}),
+    "eval_sample_packing": Ignored("set data.packing to documents"),
+    "pad_to_sequence_len": Ignored("set data.packing; if it is false, sequences are padded to data.seq_len"),
+    **dict.fromkeys(
+        ("group_by_length", "max_packed_sequence_len"),
+        Ignored("sequences have one length; set data.packing so that none is padding"),
+    ),
+    "train_on_inputs": Words(
+        "data.train_on",
+        {"true": "all", "false": None},
+        hint="set data.train_on to all if it is true; false is the default for conversations",
+    ),
+    "roles_to_train": Setting("data.roles_to_train"),
+    "chat_template": Setting("data.chat_template", read_chat_template),
+    "chat_template_jinja": Setting("data.chat_template"),
+    "tokenizer_config": Setting("data.tokenizer"),
+    "tokenizer_type": Companion("data.tokenizer"),
+    "special_tokens": Ignored("those of the tokenizer are used; set data.added_tokens for more"),
+    "eot_tokens": Ignored("the token that ends an answer is found in the data; leave it out"),
+    "dataset_prepared_path": Companion("data.cache_dir"),
+    **dict.fromkeys(("dataset_processes", "skip_prepare_dataset"), Ignored(TOKENIZED_ONCE)),
+    "push_dataset_to_hub": Ignored(),
+    # Training
+    "num_epochs": Setting("train.epochs"),
+    "micro_batch_size": Setting("train.micro_batch_size"),
+    "batch_size": Setting("train.global_batch_size"),
+    "eval_batch_size": Ignored("evaluation takes train.micro_batch_size; leave it out"),
+    "optimizer": Setting("train.optimizer", word_of("train.optimizer")),
+    "lr_scheduler": Setting("train.schedule", word_of("train.schedule")),
+    "cosine_min_lr_ratio": Setting("train.min_learning_rate_ratio"),
+    "unfrozen_parameters": Setting("train.trainable"),
+    "rl": Several(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
+    **dict.fromkeys(("rl_beta", "dpo_beta"), Companion(BETA_OF_LOSS)),
+    "rpo_alpha": Companion(SFT_OF_LOSS),
+    "early_stop": Setting("train.stop_after"),
+    "evals_per_epoch": Setting(
+        "train.eval_every_epochs",
+        read_events_per_epoch,
+        hint="set train.eval_every_epochs to one divided by it",
+    ),
+    "evaluation_strategy": Presets(
+        {"no": {"train.eval_every": None}, "epoch": {"train.eval_every_epochs": 1}, "steps": {}},
+        hint=SET_EVAL_EVERY,
+    ),
+    **dict.fromkeys(
+        ("loss_watchdog_threshold", "loss_watchdog_patience"),
+        Ignored("the run stops at a loss that is not finite; leave it out"),
+    ),
+    "plugins": Several((), note_plugins, hint=USE_CUSTOM_CODE),
+    # Output and launch
+    "saves_per_epoch": Setting(
+        "checkpoint.every_epochs",
+        read_events_per_epoch,
+        hint="set checkpoint.every_epochs to one divided by it",
+    ),
+    "save_first_step": Ignored(),
+    "wandb_project": Several(("log.project", "log.trackers"), read_wandb_project, hint="log.project"),
+    **dict.fromkeys(("wandb_name", "wandb_run_id"), Setting("log.name")),
+    "wandb_*": Ignored("set log.trackers; a tracker's other settings are its environment variables"),
+    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"), Setting("context_parallel_size")),
+    "tensor_parallel_size": Setting("tensor_parallel_size"),
+    **dict.fromkeys(("strict", "gpu_memory_limit"), Ignored(AUTOMATIC)),
+    **dict.fromkeys(("torchdistx_path", "dp_shard_size", "fsdp_version"), Ignored()),
+}
+DEFAULTS: dict[str, Any] = {
+    "seed": 42,
+    "train.epochs": 1,
+    "train.micro_batch_size": 1,
+    "train.learning_rate": 5e-05,
+    "train.schedule": "cosine",
+    "train.warmup_steps": 0,
+    "train.betas": [0.9, 0.999],
+    "train.weight_decay": 0.0,
+    "data.eval_fraction": 0.0,
+    "data.packing": False,
+    "data.seq_len": 512,
+    "train.warmup_ratio": 0.03,
+    "adapter.r": 8,
+    "adapter.alpha": 16,
+}
+DIFFERENCES = (
+    OTHER_ORDER,
+    CUT_LATER,
+    PACKED_APART,
+    Difference(
+        "Without train_on_inputs, only answers are trained, to the end of their turn.", "data.train_on"
+    ),
+)
+
+
+def finish(file: ForeignFile, devices: int) -> None:
+    """Push to the hub if the file names a repository, and add what :func:`finish_run` adds.
+
+    Args:
+        file: A file whose keys have been converted.
+        devices: Number of devices that a batch is spread over.
+    """
+    if file.result.values.get("hub.repo") is not None:
+        file.put_default("hub.push", read_push_time(True, file), "axolotl pushes to hub_model_id")
+    finish_run(file, devices)

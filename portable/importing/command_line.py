@@ -1,0 +1,69 @@
+"""The command line of a script of another program, as the file that its arguments amount to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portable.config.yaml_text import parse_value
+from portable.errors import UserError, one_line
+
+PROCESS_OPTIONS = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
+"""Options of launchers for the number of processes on a machine."""
+
+
+def split_launcher(words: list[str]) -> tuple[int | None, list[str]]:
+    """Separate a launcher from the script that it starts: ``torchrun --nproc_per_node 2 train.py --bf16``.
+
+    Returns:
+        Number of processes if the launcher names one, and the words from the script on.
+
+    Raises:
+        UserError: If the script has no arguments.
+    """
+    script = next((position for position, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None:
+        return None, words
+    if script + 1 == len(words):
+        raise build_script_error(words[script], "command line: ")
+    processes = None
+    for position, word in enumerate(words[:script]):
+        name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+        if name in PROCESS_OPTIONS and (value or words[position + 1]).isdigit():
+            processes = int(value or words[position + 1])
+    return processes, words[script:]
+
+
+def build_script_error(path: str, prefix: str = "") -> UserError:
+    """Build the error for a Python script, whose settings are in its code."""
+    return UserError(
+        f"{prefix}{path}: a Python script, whose settings are not read; write its arguments after --, as in "
+        f"portable-train import -- {path} --learning_rate 1e-5, or start from portable-train init and copy "
+        "the values (docs/migrate.md names the setting of each argument)"
+    )
+
+
+def parse_arguments(words: list[str]) -> dict[str, Any]:
+    """Parse the arguments of a script, such as ``--bf16 --learning_rate 1e-5``.
+
+    Returns:
+        Content of the file that the arguments amount to.
+
+    Raises:
+        UserError: If there are no arguments.
+    """
+    values: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            name = name.replace("-", "_")
+            values[name] = parse_value(text) if equals else True
+        elif name:
+            value, earlier = parse_value(word), values[name]
+            if earlier is True:
+                values[name] = value
+            else:
+                values[name] = [*(earlier if isinstance(earlier, list) else [earlier]), value]
+    if not values:
+        raise UserError(one_line(f"import: no arguments in {' '.join(words)!r}; give --name value"))
+    return values

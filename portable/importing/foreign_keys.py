@@ -1,0 +1,389 @@
+"""Kinds of entries in the table of another program: what becomes of the values of one of its keys.
+
+A table is a plain mapping from a key of the other program, dotted if it is nested, to an entry. A key that
+ends in a star is for all keys that begin like it and have no entry of their own::
+
+    KEYS: ForeignKeys = {
+        "learning_rate": Setting("train.learning_rate"),
+        "sample_packing": Switch({"data.packing": "documents"}),
+        "skip_memory_metrics": Ignored(),
+        "vllm_*": Refused("training on rewards of generated answers is not supported; leave it out"),
+    }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import shown
+from portable.config.types import truth
+
+if TYPE_CHECKING:
+    from portable.importing.foreign_file import ForeignFile
+
+Settings = Mapping[str, Any]
+"""Values by dotted key of the config of a run."""
+Convert = Callable[[Any, "ForeignFile"], Any]
+"""Converts the value of a key, given the other values of its file. None leaves the setting out."""
+EMPTY: tuple[Any, ...] = (None, "", {}, [])
+
+
+class NoEffect(Exception):  # noqa: N818  (not an error)
+    """A value has no effect here. The text gives the reason."""
+
+
+class NoCounterpart(ValueError):  # noqa: N818
+    """A value cannot be expressed here. The text says what to do instead."""
+
+
+def is_off(value: Any) -> bool:
+    """Return whether ``value`` is null, false or empty. Zero is a value."""
+    return value is False or value in EMPTY
+
+
+def read_value(value: Any, _: ForeignFile) -> Any:
+    """Return ``value`` as it is; None for ``auto`` and for the negative numbers that mean "not set"."""
+    negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
+    return None if negative or value == "auto" else value
+
+
+def read_flag(value: Any) -> bool:
+    """Return a boolean, which may be one of YAML's words.
+
+    Raises:
+        NoCounterpart: If ``value`` is not a boolean.
+    """
+    flag = truth(value)
+    if not isinstance(flag, bool):
+        raise NoCounterpart(f"must be true or false, not {shown(value)}")
+    return flag
+
+
+def choose(value: Any, words: Mapping[str, Any]) -> Any:
+    """Look up ``value`` among ``words``, ignoring case. Null is None.
+
+    Raises:
+        NoCounterpart: If ``value`` is not among the words, which are listed.
+    """
+    word = find_word(value, words)
+    if word is None and value is not None:
+        raise NoCounterpart(f"{shown(value)} has no counterpart; use one of {', '.join(words)}")
+    return None if word is None else words[word]
+
+
+def find_word(value: Any, words: Mapping[str, Any]) -> str | None:
+    """Return the key of ``words`` that is written like ``value``, ignoring case, or None."""
+    by_upper_case = {word.upper(): word for word in words}
+    for item in (value, truth(value)):
+        text = (item if isinstance(item, str) else shown(item)).upper()
+        if text in by_upper_case:
+            return by_upper_case[text]
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignKey:
+    """What becomes of the values of a key of another program.
+
+    One rule holds for all programs: null, false and empty values mean nothing, and so do the values in
+    ``unless``.
+
+    Attributes:
+        unless: Further values that mean nothing, such as the default of the program.
+        reads_every_value: Whether :meth:`convert` also gets null, false and empty values.
+        hint: What to write instead, for messages about this name as a key of a run's config. Empty if the
+            target is all there is to say.
+    """
+
+    unless: Sequence[Any] = ()
+    reads_every_value: bool = False
+    hint: str = ""
+
+    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+        """Return whether ``value`` leaves everything as it is."""
+        silent = (*self.unless, *file.program.unset)
+        if value in silent or truth(value) in silent or str(value) in map(str, silent):
+            return True
+        return not self.reads_every_value and is_off(value)
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Convert a value that means something to settings.
+
+        Raises:
+            NoEffect: If the value has no effect here.
+            NoCounterpart: If the value is refused.
+        """
+        raise NotImplementedError
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The settings that values may become."""
+        return ()
+
+    @property
+    def remedy(self) -> str:
+        """What to write instead of this name in a run's config: a setting, or a sentence."""
+        return self.hint or ", ".join(self.targets)
+
+    @property
+    def summary(self) -> str:
+        """What docs/wild.md says about the key; empty if the key has no effect and needs nothing instead."""
+        return self.remedy
+
+
+ForeignKeys = Mapping[str, ForeignKey]
+
+
+@dataclass(frozen=True)
+class Setting(ForeignKey):
+    """A key that becomes one setting.
+
+    Attributes:
+        target: The setting, as a dotted key.
+        read: Converts the value.
+    """
+
+    target: str
+    read: Convert = read_value
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Return the setting, unless :attr:`read` leaves it out."""
+        converted = self.read(value, file)
+        return {} if converted is None else {self.target: converted}
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The setting."""
+        return (self.target,)
+
+    @property
+    def summary(self) -> str:
+        """The setting: the hint only adds how to write it."""
+        return self.target
+
+
+@dataclass(frozen=True)
+class Words(ForeignKey):
+    """A key whose words are translated to values of one setting.
+
+    Attributes:
+        target: The setting, as a dotted key.
+        words: Our value for each of their words; None leaves the setting out.
+    """
+
+    target: str
+    words: Mapping[str, Any]
+
+    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+        """Return whether ``value`` leaves everything as it is. A word for it comes first."""
+        return find_word(value, self.words) is None and super().means_nothing(value, file)
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Return the setting for a word."""
+        meaning = choose(value, self.words)
+        return {} if meaning is None else {self.target: meaning}
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The setting."""
+        return (self.target,)
+
+    @property
+    def summary(self) -> str:
+        """The setting: the hint only adds how to write it."""
+        return self.target
+
+
+@dataclass(frozen=True)
+class Presets(ForeignKey):
+    """A key whose words each stand for several settings.
+
+    Attributes:
+        words: Settings for each word.
+    """
+
+    words: Mapping[str, Settings]
+
+    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+        """Return whether ``value`` leaves everything as it is. A word for it comes first."""
+        return find_word(value, self.words) is None and super().means_nothing(value, file)
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Return the settings for a word."""
+        settings: Settings = choose(value, self.words)
+        return settings
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All settings of all words."""
+        return tuple(dict.fromkeys(key for settings in self.words.values() for key in settings))
+
+    @property
+    def remedy(self) -> str:
+        """The hint: the settings alone do not say which value to write."""
+        return self.hint
+
+
+@dataclass(frozen=True)
+class Switch(ForeignKey):
+    """A key that sets something if it is true. ``auto`` and ``full`` count as true.
+
+    Attributes:
+        settings: Settings if it is true.
+    """
+
+    settings: Mapping[str, str]
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Return the settings of a switch that is on."""
+        on = self.settings
+        settings: Settings = choose(value, {"true": on, "auto": on, "full": on, "false": {}})
+        return settings
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The settings."""
+        return tuple(self.settings)
+
+    @property
+    def remedy(self) -> str:
+        """The settings with their values."""
+        return "set " + ", and ".join(f"{key} to {value}" for key, value in self.settings.items())
+
+    @property
+    def summary(self) -> str:
+        """The settings with their values, and the condition."""
+        return f"if true: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Several(ForeignKey):
+    """A key that becomes settings which depend on its value.
+
+    Attributes:
+        sets: The settings that values may become, as dotted keys.
+        read: Converts the value to some of these settings.
+    """
+
+    sets: tuple[str, ...]
+    read: Callable[[Any, ForeignFile], Settings | None]
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Return the settings for the value."""
+        return self.read(value, file) or {}
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The settings."""
+        return self.sets
+
+
+@dataclass(frozen=True)
+class Companion(ForeignKey):
+    """A key without a meaning of its own: the conversion of another key reads it.
+
+    Attributes:
+        instead: What to write instead: a setting, or a sentence.
+    """
+
+    instead: str
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Return nothing: the other key's conversion returns the settings."""
+        return {}
+
+    @property
+    def remedy(self) -> str:
+        """What to write instead."""
+        return self.instead
+
+
+@dataclass(frozen=True)
+class WithoutCounterpart(ForeignKey):
+    """A key that cannot be expressed here."""
+
+    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+        """Return whether ``value`` leaves everything as it is, as zero and ``no`` do."""
+        return value == 0 or is_off(truth(value)) or super().means_nothing(value, file)
+
+
+@dataclass(frozen=True)
+class Ignored(WithoutCounterpart):
+    """A key without an effect.
+
+    Attributes:
+        reason: Why, or what to do instead. Without a reason, the key is passed over in silence.
+    """
+
+    reason: str = ""
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Return nothing, with a note if there is a reason."""
+        if self.reason:
+            raise NoEffect(f"{shown(value)} has no effect: {self.reason}")
+        return {}
+
+    @property
+    def remedy(self) -> str:
+        """The reason."""
+        return self.reason
+
+    @property
+    def summary(self) -> str:
+        """The reason; a key that is passed over in silence is not listed."""
+        return self.reason and f"no effect: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Refused(WithoutCounterpart):
+    """A key that has no counterpart, unless its value means nothing.
+
+    Attributes:
+        instead: What to do instead.
+    """
+
+    instead: str
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Refuse the value."""
+        raise NoCounterpart(f"{shown(value)} has no counterpart: {self.instead}")
+
+    @property
+    def remedy(self) -> str:
+        """What to do instead."""
+        return self.instead
+
+    @property
+    def summary(self) -> str:
+        """What to do instead."""
+        return f"refused: {self.instead}"
+
+
+@dataclass(frozen=True)
+class NeverFalse(ForeignKey):
+    """A switch that cannot be turned off.
+
+    Attributes:
+        reason: Why, and what to do.
+    """
+
+    reason: str
+    reads_every_value: bool = field(default=True, kw_only=True)
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Refuse false and zero."""
+        if value == 0 or truth(value) is False:
+            raise NoCounterpart(f"false has no counterpart: {self.reason}")
+        return {}
+
+    @property
+    def remedy(self) -> str:
+        """The reason."""
+        return self.summary
+
+    @property
+    def summary(self) -> str:
+        """The reason."""
+        return f"never false: {self.reason}"

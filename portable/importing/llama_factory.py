@@ -1,0 +1,152 @@
+"""The keys of LLaMA-Factory that the Trainer does not have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import shown
+from portable.importing.foreign_keys import (
+    Companion,
+    Ignored,
+    NoCounterpart,
+    Presets,
+    Refused,
+    Setting,
+    Several,
+    Switch,
+    Words,
+)
+from portable.importing.trainer_conversions import (
+    AUTOMATIC,
+    BETA_OF_LOSS,
+    NO_LIGER,
+    ONLY_16_OR_32_BITS,
+    ONLY_TEXT,
+    SET_ADAPTER,
+    SET_EVAL,
+    SET_PAIR_LOSS,
+    SFT_OF_LOSS,
+    SOURCE_SETTINGS,
+    TOKENIZED_ONCE,
+    combine_sources,
+    finish_run,
+    format_pair_loss,
+    read_chat_template,
+    read_eval_fraction,
+    read_names,
+)
+from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
+from portable.importing.words import word_of
+
+if TYPE_CHECKING:
+    from portable.importing.foreign_file import ForeignFile
+    from portable.importing.foreign_keys import ForeignKeys
+
+
+def read_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read the names of datasets, which are hub datasets only if no folder of LLaMA-Factory's is named."""
+    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
+    if file.get("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
+        return combine_sources([{"source": name} for name in names])
+    raise NoCounterpart(
+        f"{shown(value)} has no counterpart: these are names of LLaMA-Factory's dataset_info.json; set "
+        "data.source to their files or hub datasets"
+    )
+
+
+def read_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read the kind of training: on conversations, on text or on pairs."""
+    if value == "sft":
+        return {}
+    if value == "pt":
+        return {"data.format": "text", "data.packing": True}
+    if value == "dpo":
+        loss = format_pair_loss(file.get("pref_loss"), file.get("pref_beta", 0.1), file.get("pref_ftx"))
+        return {"train.loss": loss}
+    raise NoCounterpart(f"{shown(value)} has no counterpart: {SET_PAIR_LOSS}")
+
+
+KEYS: ForeignKeys = {
+    # Model and adapter
+    "flash_attn": Setting("model.attention", word_of("model.attention")),
+    "pure_bf16": Switch({"precision": "bf16"}),
+    "finetuning_type": Presets({"full": {}, "lora": {"adapter.type": "lora"}}, hint=SET_ADAPTER),
+    "quantization_bit": Presets(
+        {"4": {"adapter.base": "nf4"}, "8": {"adapter.base": "int8"}},
+        hint="set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
+    ),
+    "double_quantization": Ignored(),
+    "adapter_name_or_path": Setting("adapter.name_or_path"),
+    "lora_rank": Setting("adapter.r"),
+    "lora_target": Setting("adapter.target_modules", read_names),
+    **dict.fromkeys(
+        ("freeze_vision_tower", "freeze_multi_modal_projector"), Refused(ONLY_TEXT, unless=(True,))
+    ),
+    "freeze_trainable_layers": Refused(
+        "set train.trainable to a pattern of the layers that it means", unless=(2,)
+    ),
+    "fp8_backend": Refused(ONLY_16_OR_32_BITS, unless=("auto",)),
+    **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), Ignored(NO_LIGER)),
+    # Data
+    "dataset": Several(SOURCE_SETTINGS, read_dataset_names, hint="data.source"),
+    "dataset_dir": Companion("data.source"),
+    "eval_dataset": Refused(SET_EVAL),
+    "val_size": Setting("data.eval_fraction", read_eval_fraction),
+    "max_samples": Setting("data.max_samples"),
+    **dict.fromkeys(("cutoff_len", "model_max_length"), Setting("data.seq_len")),
+    "neat_packing": Switch({"data.packing": "documents"}),
+    "template": Setting("data.chat_template", read_chat_template),
+    "default_system": Refused("put a system message into each record"),
+    "mask_history": Switch({"data.train_on": "last_assistant"}),
+    "train_on_prompt": Switch({"data.train_on": "all"}),
+    "use_fast_tokenizer": Ignored(AUTOMATIC),
+    "preprocessing_num_workers": Ignored(TOKENIZED_ONCE),
+    "tokenized_path": Companion("data.cache_dir"),
+    # Training
+    "stage": Several(
+        ("data.format", "data.packing", "train.loss"),
+        read_stage,
+        hint="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
+    ),
+    "pref_loss": Companion(SET_PAIR_LOSS),
+    "pref_beta": Companion(BETA_OF_LOSS),
+    "pref_ftx": Companion(SFT_OF_LOSS),
+    "use_muon": Switch({"train.optimizer": "muon"}),
+    **dict.fromkeys(
+        ("use_galore", "use_apollo", "use_badam", "use_adam_mini"),
+        Refused("train.optimizer takes any by its import path, package.module:name; leave it out"),
+    ),
+    "disable_gradient_checkpointing": Words(
+        "memory.activation_checkpointing", {"true": "none", "false": "full"}
+    ),
+    "plot_loss": Ignored("report.html always has it; leave it out", unless=(True,)),
+}
+DEFAULTS: dict[str, Any] = {
+    "seed": 42,
+    "train.epochs": 3,
+    "train.micro_batch_size": 8,
+    "train.learning_rate": 5e-05,
+    "train.schedule": "linear",
+    "train.warmup_steps": 0,
+    "train.betas": [0.9, 0.999],
+    "train.weight_decay": 0.0,
+    "data.eval_fraction": 0.0,
+    "data.packing": False,
+    "data.seq_len": 2048,
+    "memory.activation_checkpointing": "full",
+    "adapter.r": 8,
+}
+DIFFERENCES = (OTHER_ORDER, CUT_LATER, PACKED_APART)
+
+
+def finish(file: ForeignFile, devices: int) -> None:
+    """Add the default of ``lora_alpha``, twice the rank, and what :func:`finish_run` adds.
+
+    Args:
+        file: A file whose keys have been converted.
+        devices: Number of devices that a batch is spread over.
+    """
+    if file.result.values.get("adapter.type") is not None:
+        alpha = 2 * file.result.values.get("adapter.r", 8)
+        file.put_default("adapter.alpha", alpha, "default of LLaMA-Factory")
+    finish_run(file, devices)

@@ -1,0 +1,81 @@
+"""Generate docs/wild.md, the page of other programs' keys, from their tables.
+
+``python -m portable.importing.reference`` writes the page; ``--check`` only checks that it is up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable.importing import accelerate, axolotl, deepspeed, llama_factory, torchtune, trl
+
+if TYPE_CHECKING:
+    from portable.importing.foreign_keys import ForeignKeys
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "wild.md"
+"""The page. The text above each table is written there."""
+TABLES: dict[str, ForeignKeys] = {
+    "DeepSpeed JSON": deepspeed.KEYS,
+    "Accelerate YAML": {name: key for name, key in accelerate.KEYS.items() if ".xla" not in name},
+    "Trainer and TRL": trl.KEYS,
+    "axolotl": axolotl.KEYS,
+    "LLaMA-Factory": llama_factory.KEYS,
+    "Entries of axolotl's datasets": axolotl.ENTRY_KEYS,
+    "Entries of TRL's dataset_mixture": trl.MIXTURE_ENTRY_KEYS,
+    "torchtune": {name: key for name, key in torchtune.KEYS.items() if not name.endswith("*")},
+}
+"""The table of each chapter."""
+
+
+def build_page() -> str:
+    """Return the text of docs/wild.md: its present text with new rows in each table."""
+    head, *chapters = PAGE.read_text("utf-8").split("\n## ")
+    parts = [head]
+    for chapter in chapters:
+        title = chapter.partition("\n")[0]
+        above = chapter.partition("\n| their keys | here |\n")[0]
+        rows = build_rows(TABLES[title])
+        parts.append("\n".join([above, "| their keys | here |", "| --- | --- |", *rows, ""]))
+    return "\n## ".join(parts)
+
+
+def build_rows(keys: ForeignKeys) -> list[str]:
+    """Return one row of a table for all keys with the same meaning.
+
+    A key that is named like its setting, or like its last part, goes without saying. So does a key without
+    effect that needs nothing in its place.
+    """
+    names_by_text: dict[str, list[str]] = {}
+    for name, key in keys.items():
+        text = key.summary.removesuffix("; leave it out").removesuffix("; remove it")
+        if text and name.rpartition(".")[2] != text.rpartition(".")[2]:
+            names_by_text.setdefault(text if " " in text else f"`{text}`", []).append(name)
+    return [
+        f"| {', '.join(f'`{name}`' for name in names)} | {text} |" for text, names in names_by_text.items()
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Write the page, or check it.
+
+    Returns:
+        The exit code: 1 if the page is out of date.
+    """
+    if argv not in ([], ["--check"]):
+        print("usage: python -m portable.importing.reference [--check]", file=sys.stderr)
+        return 2
+    text = build_page()
+    if text == PAGE.read_text("utf-8"):
+        return 0
+    if argv:
+        print("docs/wild.md is out of date; run python -m portable.importing.reference", file=sys.stderr)
+        return 1
+    PAGE.write_text(text, "utf-8")
+    print("wrote docs/wild.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

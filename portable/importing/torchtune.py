@@ -1,0 +1,274 @@
+"""The keys of torchtune's recipes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import shown
+from portable.importing import axolotl, llama_factory, trl
+from portable.importing.foreign_file import Difference
+from portable.importing.foreign_keys import (
+    Companion,
+    Ignored,
+    NoCounterpart,
+    Presets,
+    Refused,
+    Setting,
+    Several,
+    Words,
+)
+from portable.importing.trainer_conversions import (
+    NO_REWARDS,
+    SET_EVAL,
+    SOURCE_SETTINGS,
+    combine_sources,
+    finish_run,
+)
+from portable.importing.words import read_word
+
+if TYPE_CHECKING:
+    from portable.importing.foreign_file import ForeignFile
+    from portable.importing.foreign_keys import ForeignKeys
+
+DATASETS: dict[str, dict[str, Any]] = {
+    "alpaca_dataset": {"source": "tatsu-lab/alpaca", "format": "alpaca"},
+    "alpaca_cleaned_dataset": {"source": "yahma/alpaca-cleaned", "format": "alpaca"},
+    "slimorca_dataset": {"source": "Open-Orca/SlimOrca-Dedup", "format": "sharegpt"},
+    "stack_exchange_paired_dataset": {"source": "lvwerra/stack-exchange-paired", "format": "preference"},
+    "text_completion_dataset": {"format": "text"},
+    "chat_dataset": {"format": "messages"},
+    "instruct_dataset": {"format": "alpaca", "columns": {"instruction": "input", "output": "output"}},
+    "preference_dataset": {"format": "preference"},
+}
+"""Settings of a source, by the name of a builder of datasets."""
+LOSSES = {"DPOLoss": "dpo", "RSOLoss": "dpo(loss_type='hinge')", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
+"""``train.loss``, by the name of a class."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"adapter.type": "lora"},
+    "dora": {"adapter.type": "lora", "adapter.use_dora": True},
+    "qlora": {"adapter.type": "lora", "adapter.base": "nf4"},
+}
+"""Settings of the adapter, by how the name of a builder of models begins."""
+
+
+def last_part(component: Any) -> str:
+    """Return the name in the dotted path of a component."""
+    return str(component).rpartition(".")[2]
+
+
+def check_checkpointer(value: Any, _: ForeignFile) -> None:
+    """Refuse the checkpointer that reads Meta's own files."""
+    if "Meta" in str(value):
+        raise NoCounterpart("reads Meta's own files; set model.name_or_path to a folder of transformers'")
+
+
+def read_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
+    """Read the adapter from the builder of the model, such as ``lora_llama3_8b``."""
+    kind, _, model = last_part(value).partition("_")
+    return ADAPTERS.get(kind, {}) if model else {}
+
+
+def read_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
+    """Read the modules with an adapter, by the names of transformers."""
+    names = ["o_proj" if name == "output_proj" else name for name in value or ()]
+    adapts_mlp = file.get("model.apply_lora_to_mlp") is True
+    return names + (["gate_proj", "up_proj", "down_proj"] if adapts_mlp else [])
+
+
+def read_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read the source from the builder of the dataset and its arguments."""
+    name, arguments = last_part(value), file.get("dataset")
+    if name not in DATASETS:
+        raise NoCounterpart(f"{shown(name)} has no counterpart: set data.source and data.format")
+    settings = {**DATASETS[name], "split": arguments.get("split"), "config_name": arguments.get("name")}
+    if source := arguments.get("data_files") or arguments.get("source"):
+        settings["source"] = source
+    if name == "chat_dataset":
+        turns = arguments.get("conversation_column", "conversations")
+        is_sharegpt = arguments.get("conversation_style") == "sharegpt"
+        settings["format"] = "sharegpt" if is_sharegpt else "messages"
+        if turns != "conversations" and (is_sharegpt or turns != "messages"):
+            settings["columns"] = {"conversations" if is_sharegpt else "messages": turns}
+    names = {"input": "instruction"} if name == "instruct_dataset" else {}
+    columns = dict(settings.get("columns") or {})
+    columns |= {names.get(key, key): column for key, column in (arguments.get("column_map") or {}).items()}
+    settings["columns"] = {key: column for key, column in columns.items() if key != column} or None
+    if settings["format"] == "text":
+        settings["text_field"] = arguments.get("column")
+    # Its datasets of instructions train on the prompt, unless they say otherwise.
+    elif arguments.get("train_on_input", name.startswith("alpaca")):
+        settings["train_on"] = "all"
+    return combine_sources([settings])
+
+
+def read_optimizer(value: Any, file: ForeignFile) -> Any:
+    """Read the class of the optimizer."""
+    return read_word("train.optimizer", last_part(value).lower(), file)
+
+
+def read_schedule(value: Any, _: ForeignFile) -> str:
+    """Read the function that builds the schedule."""
+    name = last_part(value)
+    return "cosine" if name == "get_cosine_schedule_with_warmup" else name
+
+
+def read_loss(value: Any, _: ForeignFile) -> str | None:
+    """Read the class of the loss, which is a loss of pairs or the default."""
+    return LOSSES.get(last_part(value))
+
+
+def read_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
+    """Read the class of the logger, of which one is a tracker."""
+    return {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}
+
+
+def read_compile(value: Any, _: ForeignFile) -> bool:
+    """Read whether to compile."""
+    return bool(value)
+
+
+def read_lower(value: Any, _: ForeignFile) -> str:
+    """Read a word in capitals."""
+    return str(value).lower()
+
+
+KEYS: ForeignKeys = {
+    # Keys that begin alike, such as wandb_*, mean the same in the files of all programs.
+    **{
+        name: key
+        for keys in (trl.KEYS, axolotl.KEYS, llama_factory.KEYS)
+        for name, key in keys.items()
+        if name.endswith("*")
+    },
+    # Model and adapter
+    "checkpointer.checkpoint_dir": Setting("model.name_or_path"),
+    "checkpointer._component_": Several((), check_checkpointer, hint="model.name_or_path"),
+    "model._component_": Several(
+        ("adapter.type", "adapter.use_dora", "adapter.base"), read_model_builder, hint="adapter.type"
+    ),
+    "model.lora_rank": Setting("adapter.r"),
+    "model.lora_alpha": Setting("adapter.alpha"),
+    "model.lora_dropout": Setting("adapter.dropout"),
+    "model.use_dora": Setting("adapter.use_dora"),
+    "model.lora_attn_modules": Setting(
+        "adapter.target_modules", read_adapted_modules, reads_every_value=True
+    ),
+    "model.apply_lora_to_mlp": Ignored(),
+    "model.apply_lora_to_output": Refused("the head gets no adapter; name it in adapter.target_modules"),
+    "model.quantize_base": Presets({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),
+    **dict.fromkeys(
+        ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable", "model.image_size"),
+        Refused("only text models are supported"),
+    ),
+    "tokenizer.image_size": Refused("only text models are supported"),
+    "device": Words("backend", {"cuda": "cuda", "cpu": "cpu", "mps": None, "xpu": None, "npu": None}),
+    "dtype": Words("precision", {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}),
+    "compile": Setting("compile", read_compile, reads_every_value=True),
+    **dict.fromkeys(
+        ("quantizer", "fp8_recipe_name", "enable_fp8_training"),
+        Refused("weights are trained in 16 or 32 bits only"),
+    ),
+    # Data
+    "dataset._component_": Several(SOURCE_SETTINGS, read_dataset_builder, hint="data.source, data.format"),
+    **dict.fromkeys(("dataset.source", "dataset.data_files", "dataset.split", "dataset.name"), Ignored()),
+    **dict.fromkeys(("dataset.column", "dataset.conversation_style", "dataset.train_on_input"), Ignored()),
+    **dict.fromkeys(("dataset.column_map", "dataset.conversation_column"), Companion("data.columns")),
+    "dataset.packed": Words("data.packing", {"true": "documents", "false": False}),
+    "dataset.split_across_pack": Refused("set data.packing to true, which splits texts"),
+    "dataset.new_system_prompt": Refused("put a system message, or a field system, into each record"),
+    **dict.fromkeys(
+        ("dataset.filter_fn", "dataset.image_dir", "dataset.image_tag"),
+        Refused("prepare the records with custom code in data.source"),
+    ),
+    "dataset_val": Refused(SET_EVAL),
+    "shuffle": Ignored("samples are always shuffled", unless=(True,)),
+    "tokenizer.max_seq_len": Setting("data.seq_len"),
+    **dict.fromkeys(("tokenizer._component_", "tokenizer.path", "tokenizer.prompt_template"), Ignored()),
+    **dict.fromkeys(("tokenizer.merges_file", "tokenizer.merges_path", "tokenizer.vocab_path"), Ignored()),
+    "collate_fn": Ignored(),
+    # Training
+    "seed": Setting("seed"),
+    "epochs": Setting("train.epochs"),
+    "max_steps_per_epoch": Refused("set train.steps, or train.stop_after"),
+    "batch_size": Setting("train.micro_batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "batch_size_val"), Ignored()),
+    "optimizer._component_": Setting("train.optimizer", read_optimizer),
+    "optimizer.lr": Setting("train.learning_rate"),
+    "optimizer.weight_decay": Setting("train.weight_decay"),
+    "optimizer.betas": Setting("train.betas"),
+    "optimizer.eps": Setting("train.eps"),
+    "optimizer.fused": Ignored(),
+    "optimizer_in_bwd": Ignored("memory.offload_optimizer saves memory, too"),
+    "lr_scheduler._component_": Setting("train.schedule", read_schedule),
+    "lr_scheduler.num_warmup_steps": Setting("train.warmup_steps"),
+    "clip_grad_norm": Setting("train.max_grad_norm"),
+    "loss._component_": Setting("train.loss", read_loss),
+    **dict.fromkeys(("loss.num_output_chunks", "loss.beta"), Ignored()),
+    "enable_activation_checkpointing": Words(
+        "memory.activation_checkpointing", {"true": "full", "false": "none"}
+    ),
+    "enable_activation_offloading": Refused("stored activations stay on the device; leave it out"),
+    "run_val_every_n_steps": Setting("train.eval_every"),
+    **dict.fromkeys(
+        ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),
+        Refused("distillation needs a train.loss of your own"),
+    ),
+    **dict.fromkeys(
+        ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),
+        Refused("the file trains nothing; name another"),
+    ),
+    **dict.fromkeys(
+        ("grpo_samples", "reward_and_value_model", "ppo_epochs", "temperature", "orchestration"),
+        Refused(NO_REWARDS),
+    ),
+    # Output and launch
+    "output_dir": Setting("output_dir"),
+    "resume_from_checkpoint": Ignored("a run resumes by default (checkpoint.resume)"),
+    **dict.fromkeys(("checkpointer.checkpoint_files", "checkpointer.recipe_checkpoint"), Ignored()),
+    **dict.fromkeys(("checkpointer.output_dir", "checkpointer.model_type"), Ignored()),
+    **dict.fromkeys(("checkpointer.safe_serialization", "checkpointer.adapter_checkpoint"), Ignored()),
+    **dict.fromkeys(("keep_last_n_checkpoints", "save_adapter_weights_only"), Ignored()),
+    "enable_async_checkpointing": Ignored(),
+    "log_every_n_steps": Setting("log.every_steps"),
+    "log_level": Ignored(),
+    "log_peak_memory_stats": Ignored(),
+    "metric_logger._component_": Several(("log.trackers",), read_metric_logger),
+    "metric_logger.project": Setting("log.project"),
+    **dict.fromkeys(("metric_logger.log_dir", "metric_logger.output_dir", "metric_logger.name"), Ignored()),
+    **dict.fromkeys(("profiler", "name"), Ignored()),
+    "context_parallel_dim": Setting("context_parallel_size"),
+    "tensor_parallel_dim": Setting("tensor_parallel_size"),
+    "tensor_parallel_plan": Refused("the plan of transformers for the model is taken; leave it out"),
+    "fsdp_sharding_strategy": Setting("strategy", read_lower),
+    "fsdp_reshard_after_forward": Words("strategy", {"true": "full_shard", "false": "shard_grad_op"}),
+    "fsdp_cpu_offload": Words("memory.offload_params", {"true": "cpu", "false": None}),
+    **dict.fromkeys(("custom_sharded_layers", "low_cpu_ram"), Ignored()),
+}
+DEFAULTS: dict[str, Any] = {
+    "seed": 42,
+    "train.epochs": 3,
+    "train.micro_batch_size": 1,
+    "train.learning_rate": 0.001,
+    "train.schedule": "constant",
+    "train.warmup_steps": 0,
+    "train.betas": [0.9, 0.999],
+    "train.weight_decay": 0.01,
+    "data.eval_fraction": 0.0,
+    "data.packing": False,
+    "data.seq_len": 2048,
+    "adapter.r": 8,
+    "adapter.alpha": 16,
+    "train.max_grad_norm": None,
+}
+DIFFERENCES = (
+    trl.OTHER_ORDER,
+    trl.CUT_LATER,
+    trl.PACKED_APART,
+    Difference("torchtune cuts no text without tokenizer.max_seq_len.", "data.seq_len"),
+    Difference(
+        "torchtune stores the weights in its dtype. Here they are in 32 bits, and precision is the dtype of "
+        "the computation.",
+        "precision",
+    ),
+)
+finish = finish_run

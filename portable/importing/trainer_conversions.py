@@ -1,0 +1,200 @@
+"""Conversions that TRL, axolotl, LLaMA-Factory and torchtune share."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import Origin, shown
+from portable.config.types import truth
+from portable.importing.foreign_file import ForeignFile, Program
+from portable.importing.foreign_keys import NoCounterpart, NoEffect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from portable.importing.foreign_keys import ForeignKeys
+
+SET_EVAL = "set data.eval, such as {source: test.jsonl}; data.eval_fraction holds some out"
+SET_EVAL_EVERY = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
+SET_PAIR_LOSS = "set train.loss to dpo, ipo, simpo or orpo"
+SET_ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules are in the section adapter"
+SET_HUB = "set hub.push to end or checkpoints, hub.repo and hub.private"
+BETA_OF_LOSS = "an argument of the loss: train.loss: dpo(beta=0.1)"
+SFT_OF_LOSS = "an argument of the loss: train.loss: dpo(sft=1.0)"
+ONLY_TEXT = "only text models are supported; leave it out"
+ONLY_16_OR_32_BITS = "weights are trained in 16 or 32 bits only; leave it out"
+NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
+AUTOMATIC = "that is automatic; leave it out"
+TOKENIZED_ONCE = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
+NO_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
+
+
+def read_names(value: Any, _: ForeignFile) -> Any:
+    """Read module names: a list, or text with commas. ``all`` means every linear layer."""
+    names = [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value or ())]
+    return "all-linear" if names in (["all"], ["all-linear"]) else names or None
+
+
+def read_eval_fraction(value: Any, _: ForeignFile) -> Any:
+    """Read the share of the records that is held out. A number of records is refused."""
+    if value and value >= 1:
+        raise NoCounterpart(f"{shown(value)} is a number of records; set data.eval_fraction to a share of 1")
+    return value or 0.0
+
+
+def read_chat_template(value: Any, _: ForeignFile) -> str | None:
+    """Read the name of a chat template. Programs bring templates along under names of their own."""
+    if value == "chatml":
+        return "chatml"
+    if value == "tokenizer_default":
+        return None
+    raise NoEffect(
+        "has no effect: the tokenizer's own template is used; write another into a .jinja file, and name "
+        "it in data.chat_template"
+    )
+
+
+def read_steps_between(steps: str, epochs: str, switch: str) -> Callable[[Any, ForeignFile], dict[str, Any]]:
+    """Return the conversion of the number of steps between two events, or of their share of all steps.
+
+    Args:
+        steps: Setting for the number of steps.
+        epochs: Setting for the number of epochs.
+        switch: Key that says whether steps count.
+    """
+
+    def read(value: Any, file: ForeignFile) -> dict[str, Any]:
+        unit = truth(file.get(switch, file.get("evaluation_strategy", "steps")))
+        if unit not in ("steps", True):
+            return {}
+        if value >= 1:
+            return {steps: int(value)}
+        length = file.get("max_steps", -1)
+        if length > 0:
+            return {steps: max(1, int(value * length))}
+        return {epochs: value * file.get("num_train_epochs", 3)}
+
+    return read
+
+
+def read_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
+    """Convert a number of events per epoch to the number of epochs between two events."""
+    return 1 / value if value else None
+
+
+def read_push_time(value: Any, file: ForeignFile) -> str | None:
+    """Return when to push to the hub if ``push_to_hub`` is true: ``hub_strategy`` says it."""
+    if truth(value) is not True:
+        return None
+    return "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
+
+
+def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
+    """Return ``train.loss`` for a loss of pairs, by the names that the programs share.
+
+    Args:
+        kind: Name of the loss; None for DPO.
+        beta: Its ``beta``; None for the default.
+        sft: Weight of an additional cross-entropy on the chosen answer.
+    """
+    if kind in ("orpo", "simpo"):
+        return kind if beta is None or kind == "orpo" else f"{kind}(beta={beta})"
+    name = "ipo" if kind == "ipo" else "dpo"
+    formula = "" if kind in (None, "sigmoid", name) else f", loss_type={kind!r}"
+    return f"{name}(beta={0.1 if beta is None else beta}{formula}{f', sft={sft}' if sft else ''})"
+
+
+def convert_entry(
+    entry: Mapping[str, Any], keys: ForeignKeys, number: int, file: ForeignFile
+) -> dict[str, Any]:
+    """Convert the keys of one entry of a list of datasets.
+
+    Each key is in the table, or is refused by name. A key without a counterpart does not drop the others.
+
+    Args:
+        entry: Keys of the entry.
+        keys: Table of the keys of such an entry.
+        number: Number of the entry in its list, from 1, used in error messages.
+        file: File of the list.
+
+    Returns:
+        Settings of the source, without ``data.``.
+    """
+    outer = file.origin(file.path)
+
+    def origin(path: tuple[str, ...]) -> Origin:
+        return Origin(f"{outer.text}: entry {number}: {'.'.join(path)}", outer.order)
+
+    inner = ForeignFile(Program(file.program.name, keys), dict(entry), origin)
+    inner.convert()
+    file.result.notes += inner.result.notes
+    file.result.refused += inner.result.refused
+    return {key.removeprefix("data."): value for key, value in inner.result.values.items()}
+
+
+def combine_sources(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings for one source, or for a mixture in which each source is read once in an epoch."""
+    entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
+    if len(entries) == 1:
+        return {f"data.{key}": value for key, value in entries[0].items()}
+    names: list[str] = []
+    for entry in entries:
+        last = str(entry.get("source")).rpartition("/")[2]
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-_") or "source"
+        names.append(name if name not in names else f"{name}-{len(names)}")
+    named = [{"name": name, **entry} for name, entry in zip(names, entries, strict=True)]
+    return {"data.sources": named} if named else {}
+
+
+SOURCE_SETTINGS = (
+    *("data.source", "data.sources", "data.split", "data.config_name", "data.format", "data.columns"),
+    *("data.text_field", "data.train_on", "data.roles_to_train"),
+)
+"""Settings that a list of datasets may become."""
+_REPLACED = {
+    "train.steps": "train.epochs",
+    "train.eval_every_epochs": "train.eval_every",
+    "checkpoint.every_epochs": "checkpoint.every_steps",
+    "train.warmup_ratio": "train.warmup_steps",
+}
+"""Settings that exclude another one."""
+
+
+def finish_run(file: ForeignFile, devices: int) -> None:
+    """Add the program's defaults, the global batch and the differences; drop settings that exclude others.
+
+    Args:
+        file: A file whose keys have been converted.
+        devices: Number of devices that a batch is spread over.
+    """
+    values, program = file.result.values, file.program
+    if "train.loss" in values:
+        file.put_default("data.format", "preference", "a loss of pairs")
+        values.pop("data.packing", None)
+    has_adapter = values.get("adapter.type") is not None
+    pushes = values.get("hub.push") is not None
+    for key in list(values):
+        if (key.startswith("adapter.") and not has_adapter) or (key.startswith("hub.") and not pushes):
+            del values[key]
+    if values.get("model.name_or_path") is None:
+        file.put_default("train.min_learning_rate_ratio", 0.0, f"default of {program.name}")
+    has_warmup = bool(values.keys() & {"train.warmup_ratio", "train.warmup_steps"})
+    for key, value in program.defaults.items():
+        is_replaced = (
+            (key.startswith("train.warmup") and has_warmup)
+            or (key.startswith("adapter.") and not has_adapter)
+            or (key == "train.epochs" and "train.steps" in values)
+        )
+        if not is_replaced:
+            file.put_default(key, value, f"default of {program.name}")
+    for key, excluded in _REPLACED.items():
+        if values.get(key) is not None:
+            values.pop(excluded, None)
+    file.put_global_batch(devices)
+    for difference in program.differences:
+        if not difference.setting or values.get(difference.setting):
+            file.result.differences.append(difference.text)
+    if values.get("data.eval_fraction") == 0:
+        for key in ("train.eval_every", "train.eval_every_epochs"):
+            values.pop(key, None)

@@ -1,0 +1,510 @@
+"""The keys of the Trainer, of TRL, and of transformers' example scripts.
+
+axolotl and LLaMA-Factory pass most arguments of the Trainer on, so their files have these keys, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import shown
+from portable.config.types import truth
+from portable.importing import accelerate
+from portable.importing.foreign_file import Difference
+from portable.importing.foreign_keys import (
+    Companion,
+    Ignored,
+    NoCounterpart,
+    Presets,
+    Refused,
+    Setting,
+    Several,
+    Switch,
+    Words,
+    is_off,
+)
+from portable.importing.trainer_conversions import (
+    AUTOMATIC,
+    BETA_OF_LOSS,
+    NO_LIGER,
+    NO_REWARDS,
+    ONLY_16_OR_32_BITS,
+    ONLY_TEXT,
+    SET_ADAPTER,
+    SET_EVAL,
+    SET_EVAL_EVERY,
+    SET_HUB,
+    SFT_OF_LOSS,
+    SOURCE_SETTINGS,
+    TOKENIZED_ONCE,
+    combine_sources,
+    convert_entry,
+    finish_run,
+    format_pair_loss,
+    read_names,
+    read_push_time,
+    read_steps_between,
+)
+from portable.importing.words import word_of
+
+if TYPE_CHECKING:
+    from portable.importing.foreign_file import ForeignFile
+    from portable.importing.foreign_keys import ForeignKey, ForeignKeys
+
+SET_FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
+SCRIPT_ARGUMENTS = {
+    *("block_size", "do_train", "train_file", "validation_file", "validation_split_percentage", "task_name"),
+    *("text_column", "text_column_name", "summary_column", "max_source_length", "source_prefix"),
+    *("config_overrides", "max_seq_length", "overwrite_cache", "model_type"),
+}
+"""Arguments of transformers' example scripts, which train on texts. TRL does not have them."""
+
+
+def read_betas(_: Any, file: ForeignFile) -> list[Any]:
+    """Return both betas of Adam, of which either may have its default."""
+    return [file.get("adam_beta1", 0.9), file.get("adam_beta2", 0.999)]
+
+
+def read_logging_steps(value: Any, _: ForeignFile) -> int:
+    """Read the number of steps between two logs. A share of all steps becomes every step."""
+    return max(1, int(value))
+
+
+def read_tf32(value: Any, file: ForeignFile) -> str | None:
+    """Return TF32 as the precision if it is on, unless bf16 is on, too."""
+    return "tf32" if truth(value) is True and not file.get("bf16") else None
+
+
+def read_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read the lowest learning rate, or its ratio, from the arguments of the scheduler."""
+    arguments = dict(value)
+    ratio, lowest = arguments.pop("min_lr_rate", None), arguments.pop("min_lr", None)
+    ratio = lowest / file.get("learning_rate", 5e-5) if lowest else ratio
+    if arguments:
+        raise NoCounterpart(f"{shown(arguments)} has no counterpart: set train.schedule_params")
+    return {} if ratio is None else {"train.min_learning_rate_ratio": ratio}
+
+
+def read_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
+    """Read the number of warmup steps, or their share of all steps."""
+    return {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
+
+
+def read_trackers(value: Any, _: ForeignFile) -> list[str] | None:
+    """Read the list of trackers, which may be ``none`` or ``all``. ``all`` has no counterpart."""
+    names = [str(name) for name in (value if isinstance(value, list) else [value]) if not is_off(name)]
+    return None if "all" in names else [name for name in names if name != "none"]
+
+
+def read_trained_part(_: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read TRL's two switches for what is trained. The more specific one wins if both are on."""
+    if truth(file.get("assistant_only_loss")) is True:
+        return {"data.train_on": "assistant"}
+    if truth(file.get("completion_only_loss")) is True:
+        return {"data.train_on": "completion"}
+    return {"data.train_on": "all"} if truth(file.get("completion_only_loss")) is False else {}
+
+
+def read_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read TRL's ``dataset_mixture``, or ``dataset_mixer`` of older recipes: names with a share."""
+    if value.get("test_split_size"):
+        file.note(file.path, f"test_split_size has no effect: {SET_EVAL}")
+    entries = value.get("datasets") or [{"id": name, "weight": share} for name, share in value.items()]
+    return read_mixture_entries(entries, file)
+
+
+def read_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read the list of datasets in TRL's ``dataset_mixture``."""
+    sources = []
+    for number, entry in enumerate(entries, start=1):
+        convert_entry(entry, MIXTURE_ENTRY_KEYS, number, file)
+        config = entry.get("config") or entry.get("name")
+        split, share = entry.get("split") or "train", entry.get("weight", entry.get("fraction"))
+        if isinstance(share, int | float) and share < 1:
+            split += f"[:{share * 100:g}%]"
+        source = entry.get("data_files") or entry.get("id") or entry.get("path")
+        sources.append(
+            {"source": source, "config_name": None if config == "default" else config, "split": split}
+        )
+    return combine_sources(sources)
+
+
+MIXTURE_ENTRY_KEYS: ForeignKeys = {
+    **dict.fromkeys(("id", "path", "data_files"), Companion("data.source")),
+    **dict.fromkeys(("config", "name"), Companion("data.config_name")),
+    **dict.fromkeys(("split", "weight", "fraction"), Companion("data.split")),
+    "columns": Ignored("the columns of data.format are read"),
+    "data_dir": Refused("name the files in data.source"),
+}
+"""Keys of an entry of TRL's ``dataset_mixture``."""
+
+_MODEL: ForeignKeys = {
+    **dict.fromkeys(("model_name_or_path", "model_name"), Setting("model.name_or_path")),
+    "config_overrides": Setting("model.config"),
+    "trust_remote_code": Setting("model.trust_remote_code"),
+    "attn_implementation": Setting("model.attention", word_of("model.attention")),
+    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision"), Setting("precision", word_of("precision"))),
+    "bf16": Switch({"precision": "bf16"}),
+    "fp16": Switch({"precision": "fp16"}),
+    "tf32": Setting(
+        "precision", read_tf32, hint="set precision to tf32; bf16 is faster if its precision suffices"
+    ),
+    **dict.fromkeys(("use_cpu", "no_cuda"), Switch({"backend": "cpu"})),
+    "torch_compile": Setting("compile"),
+    "torch_compile_backend": Setting("compile_backend"),
+    "torch_compile_mode": Setting("compile_mode"),
+    "model_revision": Refused(
+        "the newest revision is taken; name a local folder in model.name_or_path for another",
+        unless=("main",),
+    ),
+    "model_type": Ignored(
+        "the model's config defines its class; leave it out, or set model.config for a new model",
+        unless=("AutoModelForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
+    ),
+    "router_aux_loss_coef": Refused("set router_aux_loss_coef and output_router_logits in model.config"),
+    "fp8": Refused(ONLY_16_OR_32_BITS),
+    **dict.fromkeys(("video_max_pixels", "image_max_pixels"), Refused(ONLY_TEXT)),
+    **dict.fromkeys(
+        ("expert_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        Refused("ranks shard by FSDP and ZeRO, and share sequences or layers; leave it out", unless=(1,)),
+    ),
+    "low_cpu_mem_usage": Ignored(AUTOMATIC),
+    **dict.fromkeys(("use_cache", "quantization_method", "gptq_groupsize", "gptq_model_v1"), Ignored()),
+}
+_ADAPTER: ForeignKeys = {
+    "use_peft": Presets({"true": {"adapter.type": "lora"}, "false": {}}, hint=SET_ADAPTER),
+    "peft_config": Refused("set adapter.config to a file, or the section adapter"),
+    "lora_r": Setting("adapter.r"),
+    "lora_alpha": Setting("adapter.alpha"),
+    "lora_dropout": Setting("adapter.dropout"),
+    "use_dora": Setting("adapter.use_dora"),
+    "use_rslora": Setting("adapter.use_rslora"),
+    "lora_target_modules": Setting("adapter.target_modules", read_names),
+    "lora_target_parameters": Setting("adapter.target_parameters", read_names),
+    "lora_modules_to_save": Setting("adapter.modules_to_save", read_names),
+    "load_in_4bit": Switch({"adapter.base": "nf4", "adapter.type": "lora"}),
+    "load_in_8bit": Switch({"adapter.base": "int8", "adapter.type": "lora"}),
+    "bnb_4bit_*": Ignored("set adapter.base to nf4, and adapter.type to lora"),
+    "lora_task_type": Refused("set model.task", unless=("CAUSAL_LM",)),
+    "loraplus_lr_ratio": Refused("set train.parameter_groups to [{pattern: lora_B, learning_rate: 1.6e-3}]"),
+    "lora_*": Refused(SET_ADAPTER),
+    **dict.fromkeys(
+        ("task_type", "peft_type", "inference_mode"),
+        Ignored("model.task and adapter.type decide it; leave it out"),
+    ),
+}
+_DATA: ForeignKeys = {
+    **dict.fromkeys(("dataset_name", "train_file", "train_dataset"), Setting("data.source")),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), Setting("data.config_name")),
+    "dataset_train_split": Setting("data.split"),
+    **dict.fromkeys(
+        ("dataset_mixture", "dataset_mixer"), Several(SOURCE_SETTINGS, read_mixture, hint="data.source")
+    ),
+    "datasets": Several(SOURCE_SETTINGS, read_mixture_entries, hint="data.source"),
+    "max_train_samples": Setting("data.max_samples"),
+    **dict.fromkeys(
+        ("max_length", "max_seq_length", "max_seq_len", "max_source_length", "block_size"),
+        Setting("data.seq_len"),
+    ),
+    "max_target_length": Setting("data.target_seq_len"),
+    "max_prompt_length": Companion("data.seq_len and data.truncation"),
+    "truncation_mode": Words("data.truncation", {"keep_start": "end", "keep_end": "start"}),
+    "source_prefix": Setting("data.source_prefix"),
+    **dict.fromkeys(("dataset_text_field", "text_column", "text_column_name"), Setting("data.text_field")),
+    "summary_column": Setting("data.target_field"),
+    "source_lang": Setting("data.source_language"),
+    "target_lang": Setting("data.target_language"),
+    "tokenizer_name": Setting("data.tokenizer"),
+    "chat_template_path": Setting("data.chat_template"),
+    "dataset_streaming": Setting("data.stream"),
+    "streaming": Words("data.stream", {"true": True, "false": None}),
+    "dataloader_num_workers": Setting("data.num_workers"),
+    "packing": Words("data.packing", {"true": "documents", "false": False}),
+    "packing_strategy": Ignored("set data.packing to documents, as bfd does, or to true, as wrapped does"),
+    "padding_free": Ignored("set data.packing to documents, which leaves hardly any padding"),
+    "eval_packing": Ignored("set data.packing to documents"),
+    "pad_to_max_length": Ignored("set data.packing; if it is false, sequences are padded to data.seq_len"),
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss"),
+        Several(("data.train_on",), read_trained_part, reads_every_value=True),
+    ),
+    **dict.fromkeys(
+        ("formatting_func", "field_messages", "message_field_role", "roles"),
+        Refused("set data.format to messages or sharegpt, whose keys are recognized; write other records so"),
+    ),
+    "eos_token": Refused("that of the tokenizer is used; change it in the folder of data.tokenizer"),
+    "validation_file": Refused(SET_EVAL),
+    "dataset_test_split": Refused(SET_EVAL, unless=("test",)),
+    "validation_split_percentage": Refused("set data.eval_fraction, a share of 1"),
+    "test_split_size": Ignored(SET_EVAL),
+    **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "overwrite_cache"), Ignored(TOKENIZED_ONCE)),
+    "remove_unused_columns": Ignored(
+        "only the fields in data.text_field etc. are read; leave it out", unless=(True,)
+    ),
+    **dict.fromkeys(("dataloader_drop_last", "dataloader_pin_memory"), Ignored(AUTOMATIC)),
+    **dict.fromkeys(
+        ("dataloader_persistent_workers", "dataloader_prefetch_factor", "pad_to_multiple_of"), Ignored()
+    ),
+}
+_TRAINING: ForeignKeys = {
+    **dict.fromkeys(("seed", "data_seed"), Setting("seed")),
+    "num_train_epochs": Setting("train.epochs"),
+    # 0 is as good as none in axolotl; -1 is in the others.
+    "max_steps": Setting("train.steps", unless=(0, -1)),
+    "per_device_train_batch_size": Setting("train.micro_batch_size"),
+    "train_batch_size": Setting("train.global_batch_size"),
+    "auto_find_batch_size": Switch({"train.micro_batch_size": "auto"}),
+    "gradient_accumulation_steps": Companion(
+        "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how "
+        "often to accumulate follows from it"
+    ),
+    **dict.fromkeys(("learning_rate", "lr"), Setting("train.learning_rate")),
+    **dict.fromkeys(("optim", "optim_args"), Setting("train.optimizer", word_of("train.optimizer"))),
+    "weight_decay": Setting("train.weight_decay"),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2"),
+        Setting("train.betas", read_betas, reads_every_value=True, hint="set train.betas, a list of both"),
+    ),
+    "adam_epsilon": Setting("train.eps"),
+    "lr_scheduler_type": Setting("train.schedule", word_of("train.schedule")),
+    "lr_scheduler_kwargs": Several(
+        ("train.min_learning_rate_ratio",),
+        read_scheduler_arguments,
+        hint="set train.min_learning_rate_ratio or train.schedule_params",
+    ),
+    "warmup_ratio": Setting("train.warmup_ratio"),
+    "warmup_steps": Several(
+        ("train.warmup_steps", "train.warmup_ratio"), read_warmup, hint="train.warmup_steps"
+    ),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), Setting("train.max_grad_norm")),
+    "label_smoothing_factor": Setting("train.label_smoothing"),
+    "neftune_noise_alpha": Setting("train.neftune_noise_alpha"),
+    "ema_decay": Setting("train.ema"),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing"),
+        Words(
+            "memory.activation_checkpointing",
+            {"true": "full", "unsloth": "full", "offload": "full", "false": "none"},
+            hint="set memory.activation_checkpointing to full or selective",
+        ),
+    ),
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        Companion("memory.activation_checkpointing"),
+    ),
+    "disable_dropout": Ignored(
+        "dropout is off with losses of pairs; train.dropout: true switches it on", unless=(True,)
+    ),
+    "do_train": Ignored("training is the default; leave it out", unless=(True,)),
+    **dict.fromkeys(
+        ("cut_cross_entropy", "unsloth_cross_entropy_loss"),
+        Ignored("memory.loss_chunk_tokens computes the loss in parts, without all logits"),
+    ),
+    "use_kernels": Ignored(NO_LIGER),
+    **dict.fromkeys(
+        ("liger_*", "use_liger_*"),
+        Ignored(
+            "Liger kernels are not used; memory.loss_chunk_tokens saves the logits' memory, as Liger's "
+            "fused loss does"
+        ),
+    ),
+    "torch_empty_cache_steps": Ignored(),
+}
+_PAIRS: ForeignKeys = {
+    "beta": Companion(BETA_OF_LOSS),
+    "loss_type": Companion(
+        "an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo"
+    ),
+    "loss_weights": Companion(SFT_OF_LOSS),
+    "ld_alpha": Refused(
+        "no argument of the losses of pairs here; leave it out, or set train.loss to a class of your own"
+    ),
+    "ref_model": Refused("an argument of the loss: train.loss: dpo(reference='folder')"),
+    "precompute_ref_log_probs": Ignored(AUTOMATIC),
+    **dict.fromkeys(
+        ("max_completion_length", "missing_eos_penalty", "num_generations", "reward_funcs"),
+        Refused(NO_REWARDS),
+    ),
+    **dict.fromkeys(("reward_model_path", "temperature", "vllm_*"), Refused(NO_REWARDS)),
+}
+_EVALUATION: ForeignKeys = {
+    "eval_steps": Several(
+        ("train.eval_every", "train.eval_every_epochs"),
+        read_steps_between("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
+        hint="train.eval_every",
+    ),
+    "eval_strategy": Presets(
+        {"no": {"train.eval_every": None}, "epoch": {"train.eval_every_epochs": 1}, "steps": {}},
+        hint=SET_EVAL_EVERY,
+    ),
+    "eval_delay": Refused(SET_EVAL_EVERY),
+    "max_eval_samples": Setting("train.eval_batches"),
+    "early_stopping": Refused("set train.early_stopping_patience, and train.early_stopping_threshold"),
+    "early_stopping_patience": Setting("train.early_stopping_patience"),
+    "early_stopping_threshold": Setting("train.early_stopping_threshold"),
+    "metric_for_best_model": Setting("checkpoint.best_metric"),
+    "greater_is_better": Words(
+        "checkpoint.best_mode",
+        {"true": "max", "false": "min"},
+        hint="set checkpoint.best_mode: max where greater is better, min where not",
+    ),
+    "load_best_model_at_end": Setting("checkpoint.export_best"),
+    "do_eval": Ignored(
+        "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
+        unless=(True,),
+    ),
+    "do_predict": Ignored(
+        "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing"
+    ),
+    "per_device_eval_batch_size": Ignored("evaluation takes train.micro_batch_size; leave it out"),
+    **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches"), Ignored()),
+}
+_OUTPUT: ForeignKeys = {
+    "output_dir": Setting("output_dir"),
+    "overwrite_output_dir": Ignored(
+        "a run resumes by default (checkpoint.resume); choose another output_dir", unless=(True,)
+    ),
+    "save_steps": Several(
+        ("checkpoint.every_steps", "checkpoint.every_epochs"),
+        read_steps_between("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
+        hint="checkpoint.every_steps",
+    ),
+    "save_strategy": Presets(
+        {"no": {"checkpoint.every_steps": None}, "epoch": {"checkpoint.every_epochs": 1}, "steps": {}},
+        hint="set checkpoint.every_steps or checkpoint.every_epochs",
+    ),
+    "save_total_limit": Setting("checkpoint.keep"),
+    "save_only_model": Ignored("set checkpoint.export; checkpoints always contain the optimizer"),
+    "save_safetensors": Ignored(AUTOMATIC),
+    "resume_from_checkpoint": Setting("checkpoint.resume"),
+    "ignore_data_skip": Setting("checkpoint.resume_samples"),
+    "push_to_hub": Setting("hub.push", read_push_time, hint=SET_HUB),
+    "hub_model_id": Setting("hub.repo", hint=SET_HUB),
+    "hub_private_repo": Words("hub.private", {"true": True, "false": False}, hint=SET_HUB),
+    "hub_strategy": Companion(SET_HUB),
+    **dict.fromkeys(("hub_*", "push_to_hub*"), Refused(SET_HUB)),
+    "logging_steps": Setting("log.every_steps", read_logging_steps),
+    **dict.fromkeys(("logging_first_step", "logging_strategy"), Companion("log.every_steps")),
+    "logging_dir": Ignored("logs are written to output_dir; leave it out"),
+    "report_to": Setting("log.trackers", read_trackers, reads_every_value=True),
+    "run_name": Setting("log.name"),
+    "project": Setting("log.project"),
+    "include_num_input_tokens_seen": Ignored("report.html always has it; leave it out"),
+    "disable_tqdm": Ignored(AUTOMATIC),
+    "log_level": Ignored(AUTOMATIC, unless=("info",)),
+    **dict.fromkeys(("logging_nan_inf_filter", "log_on_each_node", "skip_memory_metrics"), Ignored()),
+}
+_LAUNCH: ForeignKeys = {
+    "sharding_strategy": Setting("strategy"),
+    "fsdp": Refused(SET_FSDP, unless=(["full_shard", "auto_wrap"], ["auto_wrap", "full_shard"])),
+    "fsdp_config": Refused(SET_FSDP),
+    "fsdp_transformer_layer_cls_to_wrap": Setting("fsdp.transformer_layer_cls_to_wrap"),
+    "deepspeed": Setting("deepspeed.config"),
+    "num_processes": Ignored("start the run with this number of ranks"),
+    "local_rank": Ignored("the launcher sets each process's rank; leave it out", unless=(-1,)),
+    "ddp_timeout": Companion("log.hang_timeout"),
+    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), Ignored()),
+    **dict.fromkeys(("fsdp_config.fsdp_limit_all_gathers", "fsdp_config.limit_all_gathers"), Ignored()),
+}
+
+
+def _read_fsdp_config() -> dict[str, ForeignKey]:
+    """Return Accelerate's keys of ``fsdp_config``, which the Trainer reads with and without ``fsdp_``."""
+    keys = {
+        name.replace(".fsdp_", start): key
+        for name, key in accelerate.KEYS.items()
+        if name.startswith("fsdp_config.")
+        for start in (".fsdp_", ".")
+    }
+    # Without a prefix, it is a boolean.
+    keys["fsdp_config.reshard_after_forward"] = accelerate.KEYS["xla_fsdp_settings.reshard_after_forward"]
+    return keys
+
+
+KEYS: ForeignKeys = {
+    **_MODEL,
+    **_ADAPTER,
+    **_DATA,
+    **_TRAINING,
+    **_PAIRS,
+    **_EVALUATION,
+    **_OUTPUT,
+    **_LAUNCH,
+}
+FSDP_KEYS: ForeignKeys = _read_fsdp_config()
+"""Keys of the Trainer's ``fsdp_config``."""
+DEFAULTS: dict[str, Any] = {
+    "seed": 42,
+    "train.epochs": 3,
+    "train.micro_batch_size": 8,
+    "train.learning_rate": 2e-05,
+    "train.schedule": "linear",
+    "train.warmup_steps": 0,
+    "train.betas": [0.9, 0.999],
+    "train.weight_decay": 0.0,
+    "data.eval_fraction": 0.0,
+    "data.packing": False,
+    "data.seq_len": 1024,
+    "adapter.dropout": 0.05,
+    "memory.activation_checkpointing": "full",
+}
+OTHER_ORDER = Difference("Samples come in another random order: losses agree in the mean, not step by step.")
+CUT_LATER = Difference(
+    "A text longer than data.seq_len is cut one token later: its last token is a label here, and not an "
+    "input.",
+    "data.seq_len",
+)
+PACKED_APART = Difference(
+    "Packed texts never attend to each other, and are packed in another order: an epoch may have a few more "
+    "or fewer steps.",
+    "data.packing",
+)
+DIFFERENCES = (
+    OTHER_ORDER,
+    CUT_LATER,
+    Difference(
+        "TRL trains all tokens of a conversation without assistant_only_loss, and only the completion of a "
+        "record with a prompt. For such records, remove data.train_on.",
+        "data.train_on",
+    ),
+    PACKED_APART,
+)
+
+
+def finish(file: ForeignFile, devices: int) -> None:
+    """Add the loss of pairs, TRL's default for conversations, and what :func:`finish_run` adds.
+
+    Args:
+        file: A file whose keys have been converted.
+        devices: Number of devices that a batch is spread over.
+    """
+    _add_pair_loss(file)
+    if "train.loss" not in file.result.values and not any(map(file.get, SCRIPT_ARGUMENTS)):
+        reason = "default of TRL for conversations: no assistant_only_loss"
+        file.put_default("data.train_on", "all", reason)
+    finish_run(file, devices)
+
+
+def _add_pair_loss(file: ForeignFile) -> None:
+    """Set TRL's loss of pairs, if the file has a key of its DPO: files do not name their trainer."""
+    key = next(
+        (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get(key) is not None), None
+    )
+    if key is None:
+        return
+    kinds, weights = file.get("loss_type", "sigmoid"), file.get("loss_weights")
+    kinds = [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
+    weights = [1] * len(kinds) if weights is None else weights
+    fits = isinstance(weights, list) and len(weights) == len(kinds)
+    weight_of = dict(zip(kinds, weights, strict=True)) if fits else {}
+    sft = weight_of.pop("sft", file.get("rpo_alpha"))
+    if [*weight_of.values()] == [1]:
+        file.put((key,), "train.loss", format_pair_loss(next(iter(weight_of)), file.get("beta"), sft))
+    else:
+        file.refuse(
+            ("loss_type",),
+            f"{shown(kinds)} has no counterpart: one formula with the weight 1 is trained, and sft beside "
+            "it; set train.loss to dpo",
+        )
+    file.put_default("train.learning_rate", 1e-6, "default of TRL's DPO")
+    file.note((key,), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")

@@ -1,0 +1,91 @@
+"""Words of other programs for values of our settings.
+
+The words of the settings in :data:`READ` are translated when a file is imported. The words of the others only
+make a better message about a wrong value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portable.config.types import truth
+from portable.importing.foreign_keys import is_off
+
+if TYPE_CHECKING:
+    from portable.importing.foreign_file import ForeignFile
+    from portable.importing.foreign_keys import Convert
+
+WORDS: dict[str, dict[str, str]] = {
+    "adapter": {"qlora": "{type: lora, base: nf4}"},
+    "adapter.type": {"qlora": "lora, with adapter.base: nf4"},
+    "adapter.base": {
+        **dict.fromkeys(("4bit", "int4", "fp4", "qlora"), "nf4"),
+        **dict.fromkeys(("8bit", "fp8"), "int8"),
+    },
+    "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
+    "memory.activation_checkpointing": dict.fromkeys(("true", "block", "offload"), "full"),
+    "model.attention": dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2"),
+    "backend": dict.fromkeys(("gpu", "rocm", "nvidia"), "cuda"),
+    "precision": {
+        "bfloat16": "bf16",
+        **dict.fromkeys(("float16", "half"), "fp16"),
+        **dict.fromkeys(("float32", "no"), "fp32"),
+    },
+    "strategy": {
+        "ddp": "no_shard",
+        "deepspeed": "zero1, zero2 or zero3",
+        **dict.fromkeys(("fsdp", "fsdp2"), "full_shard"),
+        "full_shard auto_wrap": "full_shard, which wraps layers by itself",
+        "hybrid_shard auto_wrap": "hybrid_shard, which wraps layers by itself",
+        "shard_grad_op auto_wrap": "shard_grad_op, which wraps layers by itself",
+    },
+    "train.optimizer": {
+        **dict.fromkeys(
+            ("adam", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused"), "adamw"
+        ),
+        **dict.fromkeys(("fused_adam", "paged_adamw", "paged_adamw_32bit", "pagedadamw"), "adamw"),
+        **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+        **dict.fromkeys(("adamw8bit", "pagedadamw8bit", "adamw8bitao"), "adamw_8bit"),
+    },
+    "train.schedule": {
+        "constant_with_warmup": "constant, which warms up over train.warmup_steps",
+        "cosine_with_restarts": "cosine, which has no restarts",
+        "cosine_with_min_lr": "cosine, with train.min_learning_rate_ratio",
+        "linear_with_warmup": "linear, which warms up over train.warmup_steps",
+        "warmup_stable_decay": "wsd",
+        "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
+    },
+    "data.train_on": {
+        **dict.fromkeys(("true", "assistant_only", "answers", "responses"), "assistant"),
+        "false": "all",
+    },
+    "model.task": {
+        **dict.fromkeys(("chat", "sft", "instruct", "text-generation", "clm", "causal_lm"), "causal-lm"),
+        **dict.fromkeys(("classification", "text-classification", "regression"), "sequence-classification"),
+        **dict.fromkeys(("mlm", "fill-mask"), "masked-lm"),
+        **dict.fromkeys(("seq2seq", "summarization", "translation"), "seq2seq-lm"),
+    },
+    "data.format": {
+        **dict.fromkeys(("chat", "chatml", "chat_template", "openai"), "messages"),
+        **dict.fromkeys(("conversation", "conversational"), "messages"),
+        **dict.fromkeys(("completion", "raw", "pretrain", "plain"), "text"),
+        **dict.fromkeys(("dpo", "pairs", "rlhf"), "preference"),
+        **dict.fromkeys(("instruct", "instruction"), "alpaca"),
+    },
+}
+"""Words of other programs, by setting or section: our value, or our value and what to set with it."""
+READ = ("model.attention", "precision", "train.optimizer", "train.schedule")
+
+
+def read_word(setting: str, value: Any, file: ForeignFile) -> Any:
+    """Translate a word for a value of ``setting``, which is one of :data:`READ`."""
+    if value == "adafactor":
+        file.put(file.path, "train.adafactor_rule", "transformers")
+    if is_off(value) or isinstance(truth(value), bool) or value == "auto":
+        return None
+    return WORDS[setting].get(str(value).lower(), str(value)).split(",")[0]
+
+
+def word_of(setting: str) -> Convert:
+    """Return the conversion that translates words for values of ``setting``."""
+    return lambda value, file: read_word(setting, value, file)
