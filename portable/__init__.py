@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
     from portable.api import Result, train
-    from portable.config import RunConfig, load_config
+    from portable.command_line import load_config
+    from portable.config import RunConfig
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
     from portable.loop import Callback

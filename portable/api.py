@@ -146,7 +146,7 @@ def train(
         schedule=schedule,
         optimizer=optimizer,
     )
-    from portable.config import Invocation
+    from portable.command_line import Invocation
     from portable.run.train import EXIT_DONE, EXIT_STOPPED
 
     code = run(Invocation(config, nproc=nproc))

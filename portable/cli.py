@@ -18,7 +18,7 @@ from portable.terminal import be_quiet, loading, tell
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.config import Invocation
+    from portable.command_line import Invocation
 
 COMMANDS = {
     "init": "init:init",
@@ -45,7 +45,7 @@ def do(name: str, *arguments: Any) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     try:
-        from portable.config import parse_args
+        from portable.command_line import parse_args
 
         words = sys.argv[1:] if argv is None else argv
         if words and words[0] in COMMANDS and not words[0].startswith("-"):

@@ -24,16 +24,16 @@ import types
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.similar_names import suggest_name
 from portable import SIBLINGS, is_beside
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NOTEBOOK = "notebook_"
 """Begins the name of a module made from a notebook or script; a digest of its text follows."""
@@ -157,7 +157,7 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None, default: s
             names = [*(known or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
                 f"{told}: there is no such name here; there are {', '.join(names)}, and package.module:name "
-                f"for custom code{_near(named.name, known or {})}"
+                f"for custom code{suggest_name(named.name, known or {})}"
             )
         place = parse((known or {})[named.name])
         named = Name(place.module, place.name, named.arguments)
@@ -206,7 +206,9 @@ def _found(told: str, named: Name) -> Any:
             found = getattr(found, part)
         except AttributeError as error:
             public = [name for name in dir(found) if not name.startswith("_")]
-            raise UserError(f"{told}: {named.module} has no {named.name}{_near(part, public)}") from error
+            raise UserError(
+                f"{told}: {named.module} has no {named.name}{suggest_name(part, public)}"
+            ) from error
     return found
 
 
@@ -230,7 +232,7 @@ def _module(told: str, name: str) -> types.ModuleType:
     except (Exception, SystemExit) as error:  # whatever importing it raises
         near = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
-            near = _near(name, [path.stem for path in Path.cwd().glob("*.py")])
+            near = suggest_name(name, [path.stem for path in Path.cwd().glob("*.py")])
         remedy = _hidden_from(error) or "give package.module:name of a module in this folder or on PYTHONPATH"
         raise UserError(
             f"{told}: cannot be imported ({type(error).__name__}: {one_line(error)}){near}; {remedy}"
@@ -285,14 +287,9 @@ def _check_arguments(told: str, found: Any, arguments: Mapping[str, Any], *, all
     except TypeError as error:
         takes = list(inspect.signature(found).parameters)
         wrong = next((name for name in arguments if name not in takes), "")
-        raise UserError(f"{told}: {one_line(error)}{_near(wrong, takes)}") from error
+        raise UserError(f"{told}: {one_line(error)}{suggest_name(wrong, takes)}") from error
     except ValueError:  # a signature that Python cannot tell
         pass
-
-
-def _near(word: str, names: Iterable[str]) -> str:
-    near = get_close_matches(word, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: p
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("portable.config.parse_args", interrupted)
+    monkeypatch.setattr("portable.command_line.parse_args", interrupted)
     monkeypatch.setattr("portable.planner.cli.read_command", interrupted)
     monkeypatch.setattr("portable.commands.data.read_command", interrupted)
     monkeypatch.setattr("portable.reporting.html_report.place_of", interrupted)

@@ -29,7 +29,8 @@ import converters
 import portable
 from converters.commands import BY_SIGNAL, EXIT_CODES
 from portable import losses
-from portable.config import load_config, parse_args
+from portable.command_line import parse_args
+from portable.config import load_config
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from portable.cli import run
-from portable.config import Invocation
+from portable.command_line import Invocation
 from portable.errors import UserError
 from portable.private import of_torch, of_transformers
 from portable.private.of_bitsandbytes import bitsandbytes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from converters.errors import CheckpointError
 from converters.names.name_rules import iterate_possible_rules
 from converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from converters.similar_names import find_similar
 from converters.tensors.arranged import ZEROS
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class BaseNames:
         names = list(self.tensors)
         suffix = live.split(".")[-2:]
         candidates = [name for name in names if name.split(".")[-2:] == suffix] or names
-        return next(iter(get_close_matches(live, candidates[:_MAX_CANDIDATES], 1, 0.3)), "")
+        return next(iter(find_similar(live, candidates[:_MAX_CANDIDATES])), "")
 
     @cached_property
     def _names_by_suffix(self) -> dict[str, list[str]]:

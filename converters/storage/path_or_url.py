@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
 from converters.errors import CheckpointError, redact
+from converters.similar_names import find_similar
 from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
@@ -72,15 +73,13 @@ def suggest_path(path: Place) -> str:
     """
     if in_store(path):
         return ""
-    import difflib  # only for an error, because it takes milliseconds
-
     folder = path.parent
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in islice(entries, _MOST_NAMES)]
     except (OSError, ValueError):
         return ""
-    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    similar = find_similar(path.name, names)
     return f"; did you mean {folder / similar[0]}?" if similar else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import warnings
@@ -25,6 +24,7 @@ from converters import (
 from converters.adapters.names import PREFIX, part_of, replaced
 from converters.adapters.patterns import Matcher, PatternError
 from converters.errors import printable
+from converters.similar_names import find_similar
 from portable.adapters.initial import NAME, Rows, initial_values
 from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
 from portable.errors import UserError, one_line, require
@@ -661,7 +661,7 @@ def _check_names(
         for name in lacking:
             tails = {".".join(one.split(".")[-depth:]) for one in suggested for depth in (1, 2)}
             tails = {tail for tail in tails if not tail.isdigit()}
-            near = difflib.get_close_matches(name, sorted(tails), n=3, cutoff=0.5)
+            near = find_similar(name, sorted(tails), count=3)
             hint = f"the nearest are {', '.join(near)}" if near else f"it has {_listed(suggested)}"
             raise UserError(f"adapter.{key}: the model has no {name}; {hint}")
 

@@ -10,10 +10,10 @@ import shtab
 from converters.cli import parser_of as convert_parser
 from converters.commands import Parser
 from converters.console import say
+from portable.command_line import TrainOptions
 from portable.commands.chat import build_chat_parser
 from portable.commands.data import DataOptions
 from portable.config import keys
-from portable.config.arguments import TrainOptions
 from portable.config.run_config import RunConfig
 from portable.planner.cli import PlanOptions
 from portable.reporting.html_report import parser_of as report_parser

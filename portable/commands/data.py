@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from converters.commands import DONE, FAILED, REFUSED, command, exit_codes
 from converters.console import say
 from portable.checks import check
-from portable.config.arguments import CommandOptions, Count, read_command
+from portable.command_line import CommandOptions, Count, read_command
 from portable.config.types import PathText  # noqa: TC001  (pydantic reads it)
 from portable.errors import RunError, UserError, report
 from portable.formatting import human_count

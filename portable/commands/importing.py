@@ -11,10 +11,10 @@ from converters.commands import Parser
 from converters.console import complain, say
 from portable.checks import check
 from portable.config import keys, load_config
-from portable.config.load import parse_file, read_text
-from portable.config.problems import mistake_in
 from portable.config.run_config import RunConfig
-from portable.config.yaml_text import Document, as_yaml, parse
+from portable.config.validation import find_mistake
+from portable.config.yaml_text import Document, parse, parse_file, read_text
+from portable.config.yaml_writer import as_yaml
 from portable.data.sources.opening import recognise_format
 from portable.errors import USER_ERROR, MistakesError, UserError, one_line
 from portable.formatting import human_count
@@ -126,7 +126,7 @@ def _document(path: Path) -> Document:
 def config_text(found: ImportedRun) -> tuple[str, list[str]]:
     """The file of settings with its comments, and what must be changed before use, one line each."""
     for key in list(found.values):
-        if (mistake := mistake_in(RunConfig, key, found.values[key])) is not None:
+        if (mistake := find_mistake(RunConfig, key, found.values[key])) is not None:
             found.refused.append(f"{found.origins[key].text}: {mistake}")
             del found.values[key]
     trains = "train.learning_rate" in found.values and "train.schedule" in found.values

@@ -15,7 +15,8 @@ from converters.commands import Parser
 from converters.console import say
 from portable.commands.machines import launch_file, targets, write_new
 from portable.config import load_config
-from portable.config.yaml_text import as_yaml, parse
+from portable.config.yaml_text import parse
+from portable.config.yaml_writer import as_yaml
 from portable.errors import UserError, require
 
 if TYPE_CHECKING:

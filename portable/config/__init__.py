@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 from converters.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from portable.config.arguments import Invocation, parse_args
     from portable.config.load import load_config
     from portable.config.run_config import RunConfig
     from portable.config.same_run import find_changes
-    from portable.config.yaml_text import dump_yaml
+    from portable.config.yaml_writer import dump_yaml
 
 __all__ = [
-    "Invocation",
     "RunConfig",
     "dump_yaml",
     "find_changes",
     "load_config",
-    "parse_args",
 ]
 
 __getattr__ = at_first_use(__name__)

@@ -14,7 +14,7 @@ ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
 WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
-"""Schedules that have no warmup; one of the user's has none, either."""
+"""Schedules without a warmup. A custom schedule has none, either."""
 CONVERSATIONS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``data.format`` for conversations."""
 PRETRAINING, CONTINUED, FINETUNING = "pretraining", "continued pretraining", "fine-tuning"
@@ -73,12 +73,12 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def warms_up(schedule: str) -> bool:
-    """Whether ``train.schedule`` uses the steps of the warmup; user code, with a colon, does not."""
+    """Return whether ``train.schedule`` uses the warmup steps. Custom code, which has a colon, does not."""
     return schedule not in WITHOUT_WARMUP and ":" not in schedule
 
 
 def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
-    """The number of warmup steps. A ratio is rounded up, as in the Trainer."""
+    """Return the number of warmup steps. A ratio is rounded up, as in the Trainer."""
     if settings.warmup_ratio is not None:
         return math.ceil(total_steps * settings.warmup_ratio)
     if settings.warmup_steps is not None:

@@ -1,14 +1,16 @@
-"""Command-line flags, derived from the schema: ``--train.steps 20`` for the key ``train.steps``."""
+"""Parse flags, which are derived from the schema: ``--train.steps 20`` for the key ``train.steps``."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.path_or_url import expanded
 from portable.config import keys
-from portable.config.suggest import did_you_mean, what_to_do
+from portable.config.origins import Assignment, Origin
+from portable.config.suggestions import find_remedy, suggest_key
 from portable.config.yaml_text import parse_mapping, parse_value
 from portable.errors import UserError
 
@@ -18,159 +20,60 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _NULL = ("null", "none", "~")
-
-
-@dataclass(frozen=True)
-class Override:
-    """A setting given outside the file."""
-
-    path: tuple[str, ...]
-    value: Any
-    flag: str | None
-    """The flag as typed; None from Python."""
+_AFTER_THE_FILES = sys.maxsize // 2
+"""Position of the first flag among the origins of all values."""
 
 
 @dataclass
-class Parsed:
-    """A parsed command line."""
+class CommandLine:
+    """A parsed command line.
+
+    Attributes:
+        options: Values of the options of the command by name, not validated yet.
+        settings: Settings of the run in the order of their flags, not validated yet.
+        help: Topic of ``--help``: a section or key, or empty for everything. None without ``--help``.
+    """
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Values by the option's name, not validated yet."""
-    overrides: list[Override] = field(default_factory=list)
+    settings: list[Assignment] = field(default_factory=list)
     help: str | None = None
-    """The topic of ``--help``: a section or key, empty for everything; None without ``--help``."""
+
+    def add_setting(self, key: str, value: Any, flag: str) -> None:
+        """Append the value of a setting.
+
+        Args:
+            key: Dotted key of the setting.
+            value: Value of the setting.
+            flag: The flag as the user typed it.
+        """
+        origin = Origin(flag, _AFTER_THE_FILES + len(self.settings), flag=True)
+        self.settings.append(Assignment(tuple(key.split(".")), value, origin))
 
 
-def parse(argv: Sequence[str], model: type[BaseModel], options: type[BaseModel] | None = None) -> Parsed:
-    """Parse ``argv`` into ``options`` and overrides of ``model``'s settings. Raises ``UserError``."""
-    return _Parser(list(argv), model, keys.settings(options) if options else {}).run()
+def parse(argv: Sequence[str], model: type[BaseModel], options: type[BaseModel] | None = None) -> CommandLine:
+    """Parse a command line.
 
-
-def open_mapping(model: type[BaseModel], key: str) -> keys.Setting | None:
-    """The setting with an open mapping that contains ``key``, such as model.config.hidden_size."""
-    table = keys.settings(model)
-    parts = key.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        setting = table.get(".".join(parts[:length]))
-        if setting is not None:
-            return setting if setting.takes(dict) else None
-    return None
-
-
-class _Parser:
-    def __init__(self, argv: list[str], model: type[BaseModel], options: dict[str, keys.Setting]) -> None:
-        self._rest = argv
-        self._model = model
-        self._table = keys.settings(model)
-        self._options = options
-        self._parsed = Parsed()
-
-    def run(self) -> Parsed:
-        while self._rest:
-            token = self._rest.pop(0)
-            if token == "-h":
-                token = "--help"
-            if not token.startswith("--") or token == "--":
-                raise UserError(self._stray(token))
-            flag, equals, inline = token.partition("=")
-            name = flag[2:].replace("-", "_")
-            given = [inline] if equals else None
-            if name == "help":
-                self._parsed.help = inline if equals else self._topic()
-            elif name in self._options:
-                self._option(name, flag, given)
-            else:
-                self._setting(name, flag, given)
-        return self._parsed
-
-    def _option(self, name: str, flag: str, given: list[str] | None) -> None:
-        setting, before = self._options[name], self._parsed.options
-        words = self._words(1) if given is None else given
-        value: Any = True
-        if words or not setting.takes(bool):
-            word = self._needed(words, flag, setting.metavar, text=False)[0]
-            value = word if setting.is_text else parse_value(word)
-        if setting.takes(tuple):
-            value = [*before.get(name, ()), value]
-        elif setting.may_be_path and before.get(name, value) != value:  # would be ignored silently
-            raise UserError(f"{flag} is given twice, as {before[name]} and as {value}; remove one of the two")
-        before[name] = value
-
-    def _setting(self, name: str, flag: str, given: list[str] | None) -> None:
-        value: Any = True
-        if (setting := self._table.get(name)) is not None:
-            words = self._words(None if setting.takes(tuple) else 1) if given is None else given
-            if words or not setting.takes(bool):
-                value = read(setting, self._needed(words, flag, setting.allowed, text=setting.is_text), flag)
-        elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.takes(bool):
-            if given is not None:
-                raise UserError(f"{flag} takes no value; use --{setting.key} {given[0]}")
-            name, value = setting.key, False
-        elif open_mapping(self._model, name):
-            words = self._words(1) if given is None else given
-            words = self._needed(words, flag, "anything that the mapping may hold", text=False)
-            value = parse_mapping(words[0], flag)
-        else:
-            raise UserError(self._unknown(name, flag))
-        self._parsed.overrides.append(Override(tuple(name.split(".")), value, flag))
-
-    def _needed(self, words: list[str], flag: str, what: str, *, text: bool = True) -> list[str]:
-        """``words``, which must be some; an empty variable of the shell is none, except for ``text``."""
-        if not words or not (text or any(map(str.strip, words))):
-            raise UserError(f"{flag} needs a value: {what}")
-        return words
-
-    def _words(self, most: int | None) -> list[str]:
-        """At most ``most`` words up to the next flag; None: all."""
-        ends = (number for number, word in enumerate(self._rest) if _is_flag(word))
-        words = self._rest[: next(ends, len(self._rest))][:most]
-        del self._rest[: len(words)]
-        return words
-
-    def _topic(self) -> str:
-        """The topic of ``--help``: the next word, or the next flag if it is a setting."""
-        if not self._rest:
-            return ""
-        name = self._rest[0].lstrip("-").replace("-", "_")
-        known = name in self._table or name in keys.sections(self._model)
-        return self._rest.pop(0) if known or not _is_flag(self._rest[0]) else ""
-
-    def _stray(self, token: str) -> str:
-        if token.endswith((".yaml", ".yml")):
-            return f"unexpected argument {token!r}; use --config for a config file"
-        if token.startswith("-") and token != "--":
-            return f"unknown flag {token}; flags have two dashes, such as --train.steps; --help lists them"
-        if token in ("train", "run"):
-            return f"unexpected argument {token!r}; leave it out, as in portable-train --config run.yaml"
-        return f"unexpected argument {token!r}; write settings as --train.steps 20; --help lists them"
-
-    def _unknown(self, name: str, flag: str) -> str:
-        if name in keys.sections(self._model):
-            inside = [key for key in self._table if key.startswith(f"{name}.")]
-            hint = what_to_do(name) or f"; set a key in it, such as --{inside[0]}; --help {name} lists them"
-            return f"{flag} is a section{hint}"
-        known = [*self._table, *(name.replace("_", "-") for name in self._options)]
-        hint = did_you_mean(name, known, "--") or "; --help lists them"
-        return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"
-
-
-def path_given(flag: str, text: str) -> str:
-    """Resolve ``~`` and ``${VAR}`` in ``text``. The shell does not expand them in ``--flag=~/x``.
+    Args:
+        argv: The arguments of the command.
+        model: The schema of the config. Every setting has a flag.
+        options: The options of the command.
 
     Raises:
-        UserError: for an unknown environment variable or user.
+        UserError: If a flag is unknown or has no value.
     """
-    try:
-        return expanded(text)
-    except CheckpointError as error:
-        raise UserError(f"{flag} {error}") from error
+    return _Parser(list(argv), model, keys.settings(options) if options else {}).parse()
 
 
-def read(setting: keys.Setting, words: Sequence[str], flag: str) -> Any:
-    """The value that ``words`` are for ``setting``: YAML, but text stays text. The schema validates it.
+def parse_setting(setting: keys.Setting, words: Sequence[str], flag: str) -> Any:
+    """Parse the words after a flag as YAML. Text stays text, so that ``--data.source 123`` is a name.
+
+    Args:
+        setting: The setting of the flag.
+        words: One word, or several words for a list.
+        flag: The flag as the user typed it, used in error messages.
 
     Raises:
-        UserError: for a mapping that is not valid.
+        UserError: If the words begin with a brace and are not a valid mapping.
     """
     first = words[0]
     if len(words) == 1:
@@ -185,6 +88,128 @@ def read(setting: keys.Setting, words: Sequence[str], flag: str) -> Any:
         # If plain text is allowed, too, as for data.source, a comma may be part of a name.
         words = words if setting.takes(str) else first.split(",")
     return [word.strip() if setting.is_text else parse_value(word.strip()) for word in words]
+
+
+def expand_path(flag: str, text: str) -> str:
+    """Resolve ``~`` and ``${VAR}`` in ``text``. The shell does not expand them in ``--flag=~/x``.
+
+    Raises:
+        UserError: If an environment variable or a user is unknown.
+    """
+    try:
+        return expanded(text)
+    except CheckpointError as error:
+        raise UserError(f"{flag} {error}") from error
+
+
+class _Parser:
+    """Parser of one command line, which removes words from the front."""
+
+    def __init__(self, argv: list[str], model: type[BaseModel], options: dict[str, keys.Setting]) -> None:
+        self._rest = argv
+        self._model = model
+        self._table = keys.settings(model)
+        self._options = options
+        self._result = CommandLine()
+
+    def parse(self) -> CommandLine:
+        while self._rest:
+            token = self._rest.pop(0)
+            if token == "-h":
+                token = "--help"
+            if not token.startswith("--") or token == "--":
+                raise UserError(_describe_stray_word(token))
+            flag, equals, inline = token.partition("=")
+            name = flag[2:].replace("-", "_")
+            value = [inline] if equals else None
+            if name == "help":
+                self._result.help = inline if equals else self._take_topic()
+            elif name in self._options:
+                self._parse_option(name, flag, value)
+            else:
+                self._parse_setting(name, flag, value)
+        return self._result
+
+    def _parse_option(self, name: str, flag: str, inline: list[str] | None) -> None:
+        """Parse an option of the command; ``inline`` is the value after an equals sign."""
+        setting, before = self._options[name], self._result.options
+        words = self._take_words(1) if inline is None else inline
+        value: Any = True
+        if words or not setting.takes(bool):
+            _require_value(words, flag, setting.metavar, may_be_empty=False)
+            value = words[0] if setting.is_text else parse_value(words[0])
+        if setting.takes(tuple):
+            value = [*before.get(name, ()), value]
+        elif setting.may_be_path and before.get(name, value) != value:  # would be ignored silently
+            raise UserError(f"{flag} is given twice, as {before[name]} and as {value}; remove one of the two")
+        before[name] = value
+
+    def _parse_setting(self, name: str, flag: str, inline: list[str] | None) -> None:
+        """Parse a setting of the run; ``inline`` is the value after an equals sign."""
+        value: Any = True
+        if (setting := self._table.get(name)) is not None:
+            words = self._take_words(None if setting.takes(tuple) else 1) if inline is None else inline
+            if words or not setting.takes(bool):
+                _require_value(words, flag, setting.allowed, may_be_empty=setting.is_text)
+                value = parse_setting(setting, words, flag)
+        elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.takes(bool):
+            if inline is not None:
+                raise UserError(f"{flag} takes no value; use --{setting.key} {inline[0]}")
+            name, value = setting.key, False
+        elif keys.find_open_mapping(self._model, name):
+            words = self._take_words(1) if inline is None else inline
+            _require_value(words, flag, "anything that the mapping may hold", may_be_empty=False)
+            value = parse_mapping(words[0], flag)
+        else:
+            raise UserError(self._describe_unknown_flag(name, flag))
+        self._result.add_setting(name, value, flag)
+
+    def _take_words(self, most: int | None) -> list[str]:
+        """Remove and return at most ``most`` words up to the next flag; None for all of them."""
+        ends = (number for number, word in enumerate(self._rest) if _is_flag(word))
+        words = self._rest[: next(ends, len(self._rest))][:most]
+        del self._rest[: len(words)]
+        return words
+
+    def _take_topic(self) -> str:
+        """Remove and return the topic of ``--help``: the next word, or the next flag if it is a setting."""
+        if not self._rest:
+            return ""
+        name = self._rest[0].lstrip("-").replace("-", "_")
+        is_topic = name in self._table or name in keys.sections(self._model)
+        return self._rest.pop(0) if is_topic or not _is_flag(self._rest[0]) else ""
+
+    def _describe_unknown_flag(self, name: str, flag: str) -> str:
+        if name in keys.sections(self._model):
+            inside = [key for key in self._table if key.startswith(f"{name}.")]
+            hint = find_remedy(name) or f"; set a key in it, such as --{inside[0]}; --help {name} lists them"
+            return f"{flag} is a section{hint}"
+        flags = [*self._table, *(option.replace("_", "-") for option in self._options)]
+        hint = suggest_key(name, flags, "--") or "; --help lists them"
+        return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"
+
+
+def _require_value(words: list[str], flag: str, allowed: str, *, may_be_empty: bool) -> None:
+    """Raise ``UserError`` if a flag has no value.
+
+    Args:
+        words: The words after the flag.
+        flag: The flag as the user typed it.
+        allowed: Description of the allowed values.
+        may_be_empty: Whether an empty word is a value. Otherwise an empty variable of the shell is none.
+    """
+    if not words or not (may_be_empty or any(map(str.strip, words))):
+        raise UserError(f"{flag} needs a value: {allowed}")
+
+
+def _describe_stray_word(token: str) -> str:
+    if token.endswith((".yaml", ".yml")):
+        return f"unexpected argument {token!r}; use --config for a config file"
+    if token.startswith("-") and token != "--":
+        return f"unknown flag {token}; flags have two dashes, such as --train.steps; --help lists them"
+    if token in ("train", "run"):
+        return f"unexpected argument {token!r}; leave it out, as in portable-train --config run.yaml"
+    return f"unexpected argument {token!r}; write settings as --train.steps 20; --help lists them"
 
 
 def _is_flag(token: str) -> bool:

@@ -1,4 +1,4 @@
-"""What ``--help`` prints: usage, examples, options, and every setting with its default and purpose."""
+"""Text of ``--help``: usage, examples, options, and every setting with its default and description."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from converters.commands import exit_codes
 from portable.config import keys
 from portable.config.derived import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
-from portable.config.flags import open_mapping
 from portable.config.same_run import ADJUSTABLE
-from portable.config.suggest import did_you_mean
+from portable.config.suggestions import suggest_key
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,81 +40,85 @@ def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: 
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
     table, about = keys.settings(model), keys.sections(model)
     if topic in table:
-        return _setting(table[topic], width)
-    if (inside := open_mapping(model, topic)) is not None:
-        return _setting(inside, width)
+        return _format_setting(table[topic], width)
+    if (open_mapping := keys.find_open_mapping(model, topic)) is not None:
+        return _format_setting(open_mapping, width)
     if topic in about:
-        return _section(topic, about[topic], table, width)
+        return _format_section(topic, about[topic], table, width)
     if topic and topic != EVERYTHING:
-        hint = did_you_mean(topic, [*table, *about]) or "; --help alone lists the sections"
+        hint = suggest_key(topic, [*table, *about]) or "; --help alone lists the sections"
         raise UserError(f"--help: no setting named {topic!r}{hint}")
     if not topic:
-        return _overview(about, table, options, usage, width)
+        return _format_overview(about, table, options, usage, width)
     parts = [
         usage,
         exit_codes(),
         "",
         "options:",
-        *(_option_text(_left(one), one.description, width) for one in keys.settings(options).values()),
+        *(
+            _format_option(_format_flag(option), option.description, width)
+            for option in keys.settings(options).values()
+        ),
     ]
-    parts += ["", *_wrapped(_NOTE, width), ""]
-    parts += [_section(name, about.get(name, ""), table, width) for name in ["", *about]]
+    parts += ["", *_wrap(_NOTE, width), ""]
+    parts += [_format_section(name, about.get(name, ""), table, width) for name in ["", *about]]
     return "\n".join(parts).rstrip()
 
 
-def _overview(
+def _format_overview(
     about: Mapping[str, str],
     table: Mapping[str, keys.Setting],
     options: type[BaseModel],
     usage: str,
     width: int,
 ) -> str:
-    """What fits a screen: usage, a line for each option, a line for each section of settings."""
-    given = keys.settings(options).values()
-    lines = [usage, "options:", *(_line(_left(one), one.description, width) for one in given)]
-    lines += ["", *_wrapped(_SETTINGS, width)]
+    """Return the page of a command: usage, a line for each option, a line for each section of settings."""
+    lines = [usage, "options:"]
+    for option in keys.settings(options).values():
+        lines.append(_format_summary(_format_flag(option), option.description, width))
+    lines += ["", *_wrap(_SETTINGS, width)]
     top = [setting.name for setting in table.values() if not setting.section]
-    lines.append(_line("(top level)", ", ".join(top), width))
-    lines += [_line(name, text, width) for name, text in about.items()]
+    lines.append(_format_summary("(top level)", ", ".join(top), width))
+    lines += [_format_summary(name, text, width) for name, text in about.items()]
     return "\n".join(lines)
 
 
-def _line(left: str, text: str, width: int) -> str:
-    """``left`` and the first sentence of ``text``."""
+def _format_summary(left: str, text: str, width: int) -> str:
+    """Return ``left`` and the first sentence of ``text``."""
     first = re.split("(?<=[^ ])[.] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
-    return _option_text(left, first, width)
+    return _format_option(left, first, width)
 
 
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _left(option: keys.Setting) -> str:
+def _format_flag(option: keys.Setting) -> str:
     return f"--{option.name.replace('_', '-')} {option.metavar}".rstrip()
 
 
-def _option_text(left: str, text: str, width: int) -> str:
-    lines = _wrapped(text, width - _COLUMN)
+def _format_option(left: str, text: str, width: int) -> str:
+    lines = _wrap(text, width - _COLUMN)
     indented = [" " * _COLUMN + line for line in lines]
     if len(left) > _COLUMN - 4:
         return "\n".join([f"  {left}", *indented])
     return "\n".join([f"  {left:<{_COLUMN - 2}}{lines[0]}", *indented[1:]])
 
 
-def _section(name: str, about: str, table: dict[str, keys.Setting], width: int) -> str:
+def _format_section(name: str, about: str, table: dict[str, keys.Setting], width: int) -> str:
     heading = f"{name}: {about}" if name else "top level:"
     settings = [setting for setting in table.values() if setting.section == name]
-    return "\n".join([*_wrapped(heading, width), *(_setting(setting, width) for setting in settings), ""])
+    return "\n".join([*_wrap(heading, width), *(_format_setting(setting, width) for setting in settings), ""])
 
 
-def _setting(setting: keys.Setting, width: int) -> str:
+def _format_setting(setting: keys.Setting, width: int) -> str:
     mark = ("**" if setting.key in ADJUSTABLE else "*") if setting.identity else ""
     head = f"  --{setting.key}{mark}  [{describe_default(setting)}]"
     body = f"{setting.description} ({setting.allowed})"
     first, *more = textwrap.wrap(
         head.strip(), width - 2, subsequent_indent=_INDENT[2:], break_on_hyphens=False
     )
-    return "\n".join([f"  {first}", *(f"  {line}" for line in more), *_wrapped(body, width, _INDENT)])
+    return "\n".join([f"  {first}", *(f"  {line}" for line in more), *_wrap(body, width, _INDENT)])
 
 
 def describe_default(setting: keys.Setting, quote: str = "") -> str:

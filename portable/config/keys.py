@@ -1,4 +1,8 @@
-"""The schema as a flat table of dotted keys, derived from the model classes."""
+"""Table of all settings by dotted key, derived from the classes of the schema.
+
+Flags, help, error messages, the reference page and comparisons of runs read this table. Nothing else walks
+through the fields of the schema.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,16 @@ _NUMBER_WORDS = {2: "two", 3: "three"}
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of the schema."""
+    """A field of the schema.
+
+    Attributes:
+        key: Dotted name, such as ``checkpoint.async``.
+        attribute: Name in the class of the section, such as ``async_``.
+        field: Type, constraints, default and description.
+    """
 
     key: str
-    """Dotted name, such as ``checkpoint.async``."""
     attribute: str
-    """Name in the section's class, such as ``async_``."""
     field: FieldInfo
 
     @property
@@ -45,31 +53,33 @@ class Setting:
 
     @property
     def description(self) -> str:
+        """Description in one line."""
         return one_line(self.field.description or "")
 
     @property
     def default(self) -> Any:
+        """Default of the schema."""
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
     def identity(self) -> bool:
-        """Whether it defines the run and must not change between launches."""
+        """Whether the setting defines the run and must not change between launches."""
         extra = self.field.json_schema_extra
         return isinstance(extra, dict) and bool(extra.get("identity"))
 
     @property
     def allowed(self) -> str:
         """Description of the allowed values: ``integer >= 1 or null``."""
-        return _words(self.field.annotation, tuple(self.field.metadata))
+        return _describe_type(self.field.annotation, tuple(self.field.metadata))
 
     @property
     def is_text(self) -> bool:
-        """Whether its value, or each item of it, is text or a choice of words, so that 123 is text."""
+        """Whether the value, or each item of the value, is text or a word, so that 123 is text."""
         return re.search(r"\b(number|integer|true)\b", self.allowed) is None
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words for the value or its items, if it is a choice."""
+        """Allowed words for the value or its items. Empty if the value is not a choice."""
         words = (
             word
             for kind, _ in parts(self.field.annotation)
@@ -80,35 +90,48 @@ class Setting:
 
     @property
     def may_be_path(self) -> bool:
-        """Whether its text may be a path."""
+        """Whether the value may be a path."""
         kinds = parts(self.field.annotation, tuple(self.field.metadata))
         return any(isinstance(mark, MayBePath) for _, marks in kinds for mark in marks)
 
     @property
     def items(self) -> type[BaseModel] | None:
-        """The group of settings that its value, or each item of it, is; None for other values."""
+        """Schema of the value, or of each of its items, if that is a group of settings. None otherwise."""
         kinds = (kind for kind, _ in parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
     @property
     def metavar(self) -> str:
-        """What stands for its value in help; empty for a switch."""
+        """Placeholder for the value in the help of a command. Empty for a switch."""
         return "" if self.takes(bool) else "PATH" if self.may_be_path else "N" if self.takes(int) else "TEXT"
 
     def takes(self, kind: type) -> bool:
-        """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
-        return any(kind in (member, get_origin(member)) for member, _ in _members(self.field.annotation))
+        """Return whether one alternative of the type is ``kind``, such as ``bool``, ``dict`` or ``tuple``."""
+        return any(
+            kind in (member, get_origin(member)) for member, _ in _iter_alternatives(self.field.annotation)
+        )
 
 
 @cache
 def settings(model: type[BaseModel]) -> dict[str, Setting]:
-    """Every setting of ``model`` by dotted key, in the order of the schema."""
-    return {setting.key: setting for setting in _walk(model, "")}
+    """Return every setting of ``model`` by dotted key, in the order of the schema."""
+    return {setting.key: setting for setting in _iter_settings(model, "")}
+
+
+def find_open_mapping(model: type[BaseModel], key: str) -> Setting | None:
+    """Find the setting with an open mapping that contains ``key``, such as model.config.hidden_size."""
+    table = settings(model)
+    parts_of_key = key.split(".")
+    for length in range(len(parts_of_key) - 1, 0, -1):
+        setting = table.get(".".join(parts_of_key[:length]))
+        if setting is not None:
+            return setting if setting.takes(dict) else None
+    return None
 
 
 @cache
 def sections(model: type[BaseModel]) -> dict[str, str]:
-    """Every section of ``model`` with its description."""
+    """Return the description of every section of ``model``."""
     return {
         field.alias or name: one_line(field.annotation.__doc__ or "")
         for name, field in model.model_fields.items()
@@ -116,12 +139,12 @@ def sections(model: type[BaseModel]) -> dict[str, str]:
     }
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
+def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         if _is_section(field):
             assert isinstance(field.annotation, type)
-            yield from _walk(field.annotation, f"{key}.")
+            yield from _iter_settings(field.annotation, f"{key}.")
         else:
             yield Setting(key, name, field)
 
@@ -148,71 +171,75 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The alternatives of a type, each with its constraints."""
+def _iter_alternatives(
+    annotation: Any, metadata: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield the alternatives of a type, each with its constraints."""
     if get_origin(annotation) is Annotated:
         inner, *own = get_args(annotation)
-        yield from _members(inner, (*metadata, *own))
+        yield from _iter_alternatives(inner, (*metadata, *own))
     elif get_origin(annotation) in (Union, UnionType):
         for member in get_args(annotation):
-            yield from _members(member, metadata)
+            yield from _iter_alternatives(member, metadata)
     else:
         yield annotation, metadata
 
 
 def parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The alternatives of a type with its constraints, and those of the items of a list or mapping."""
-    for kind, own in _members(annotation, metadata):
+    """Yield the alternatives of a type and of its items, each with its constraints."""
+    for kind, own in _iter_alternatives(annotation, metadata):
         yield kind, own
         if get_origin(kind) in (tuple, dict):
-            yield from (found for item in get_args(kind) for found in parts(item))
+            yield from (part for item in get_args(kind) for part in parts(item))
 
 
-def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
-    alternatives = [_alternative(kind, own) for kind, own in _members(annotation, metadata)]
+def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
+    alternatives = [
+        _describe_alternative(kind, own) for kind, own in _iter_alternatives(annotation, metadata)
+    ]
     return " or ".join(dict.fromkeys(alternatives))
 
 
-def _alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
+def _describe_alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"
     if origin is Literal:
         return " | ".join("true" if value is True else str(value) for value in arguments)
     if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"{_NUMBER_WORDS[len(arguments)]} of: {_words(arguments[0], ())}"
+        return f"{_NUMBER_WORDS[len(arguments)]} of: {_describe_type(arguments[0], ())}"
     if origin is tuple:
-        return f"list of: {_words(arguments[0], ())}"
+        return f"list of: {_describe_type(arguments[0], ())}"
     if kind is dict or origin is dict or issubclass(kind, BaseModel):
         return "mapping"
-    return " ".join([_PLAIN_WORDS[kind], *filter(None, _bounds(metadata))])
+    return " ".join([_PLAIN_WORDS[kind], *filter(None, _iter_bounds(metadata))])
 
 
-def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
-    """Yield the constraints in words; of several lower or upper bounds, only the tightest."""
+def _iter_bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the constraints as text, only the tightest of several lower or upper bounds."""
     lower: list[tuple[Any, str]] = []
     upper: list[tuple[Any, str]] = []
-    for constraint in _flat(metadata):
+    for constraint in _iter_constraints(metadata):
         match constraint:
             case annotated_types.MinLen():
                 yield "(not empty)"
             case annotated_types.Ge(ge=bound):
-                lower.append((bound, f">= {_shown(bound)}"))
+                lower.append((bound, f">= {_format_bound(bound)}"))
             case annotated_types.Gt(gt=bound):
-                lower.append((bound, f"> {_shown(bound)}"))
+                lower.append((bound, f"> {_format_bound(bound)}"))
             case annotated_types.Le(le=bound):
-                upper.append((bound, f"<= {_shown(bound)}"))
+                upper.append((bound, f"<= {_format_bound(bound)}"))
             case annotated_types.Lt(lt=bound):
-                upper.append((bound, f"< {_shown(bound)}"))
+                upper.append((bound, f"< {_format_bound(bound)}"))
     bounds = [*([max(lower)] if lower else []), *([min(upper)] if upper else [])]
     yield " and ".join(text for _, text in bounds)
 
 
-def _shown(bound: Any) -> str:
+def _format_bound(bound: Any) -> str:
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
-def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
+def _iter_constraints(metadata: tuple[Any, ...]) -> Iterator[Any]:
     for item in metadata:
         # Constraints inside an Annotated are wrapped in a FieldInfo.
         yield from getattr(item, "metadata", None) or (item,)

@@ -1,36 +1,58 @@
-"""Where a value came from, and how it is shown in messages."""
+"""Origins of values, and the form in which messages show values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from portable.config import keys
 
-MOST = 60
+MAX_SHOWN = 60
+"""Characters of a value that a message shows."""
+Path = tuple[str, ...]
+"""Names from the top level of the config to a value: ``("train", "steps")``."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a value: a line of a file, or a flag."""
+    """The origin of a value: a line of a file, or a flag.
+
+    Attributes:
+        text: ``run.yaml:7`` or ``--train.steps``.
+        order: Position among all origins. Flags come after files.
+        flag: Whether the origin is a flag.
+        over: Origins of earlier values that this value overrides, the latest first.
+    """
 
     text: str
-    """``run.yaml:7`` or ``--train.steps``."""
     order: int
-    """Position among all origins; flags come after files."""
     flag: bool = False
     over: tuple[str, ...] = ()
-    """Origins of earlier values, which this one overrides; the last first."""
 
     def before(self, message: str) -> str:
-        """``message`` with the origin. A flag replaces the key that it sets."""
+        """Return ``message`` with the origin. A flag replaces the key that it sets."""
         key = self.text.removeprefix("--").replace("-", "_")
         if self.flag and message.startswith((f"{key} ", f"{key}: ")):
             return self.text + message.removeprefix(key)
         return f"{self.text}: {message}"
 
 
+class Assignment(NamedTuple):
+    """A value for one setting, or for one key inside an open mapping.
+
+    Attributes:
+        path: Path of the setting.
+        value: Value, not validated yet.
+        origin: Origin, or None for a value from Python.
+    """
+
+    path: Path
+    value: Any
+    origin: Origin | None
+
+
 def shown(value: object) -> str:
     """Format ``value`` for an error message: short and printable."""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.plain(value))
     text = "null" if value is None else text
-    return text if len(text) <= MOST else text[: MOST - 3] + "..."
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "config.md"
 
 
 def reference_page() -> str:
-    """The text of ``docs/config.md``."""
+    """Return the text of ``docs/config.md``."""
     table, about = keys.settings(RunConfig), keys.sections(RunConfig)
     introduction = PAGE.read_text("utf-8").partition("\n## ")[0]
     parts = [introduction, _section("Top level", "", [s for s in table.values() if not s.section])]
@@ -73,7 +73,7 @@ def _default(setting: keys.Setting) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of the YAML file, with descriptions, for editors."""
+    """Return the JSON Schema of the YAML file, with descriptions, for editors."""
     schema = RunConfig.model_json_schema(by_alias=True)
     for key in BY_TRAINING:  # the default of most runs differs from the default of the schema
         section, _, name = key.partition(".")

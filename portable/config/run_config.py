@@ -13,7 +13,6 @@ from pydantic import Field, PrivateAttr, model_validator
 from portable.config import keys
 from portable.config.derived import derived
 from portable.config.numbers import Ranks, Seed  # noqa: TC001 (pydantic evaluates the annotations)
-from portable.config.problems import build
 from portable.config.sections import (
     AdapterConfig,
     CheckpointConfig,
@@ -29,6 +28,7 @@ from portable.config.sections import (
     XlaConfig,
 )
 from portable.config.types import IDENTITY, CompileBackend, Flag, PathText, Section
+from portable.config.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,49 +54,51 @@ class RunConfig(Section):
     """The configuration of a run, with all defaults."""
 
     backend: Backend = "auto"
-    """Hardware to run on: cpu, cuda (GPUs), tpu (TPUs, by TorchTPU) or xla (TPUs, by PyTorch/XLA). auto: TPUs
-    if there are any, else GPUs, else the CPU."""
+    """Hardware to run on: cpu, cuda (GPUs), tpu (TPUs by TorchTPU), or xla (TPUs by PyTorch/XLA). auto uses
+    TPUs if there are any, otherwise GPUs, otherwise the CPU."""
     strategy: Strategy = "full_shard"
-    """Sharding over ranks. DDP: no_shard. FSDP: full_shard shards parameters, gradients and optimizer state;
-    shard_grad_op keeps parameters gathered between forward and backward; the hybrid ones shard within a group
-    and replicate across groups. DeepSpeed: zero1 (optimizer state), zero2 (and gradients), zero3 (and
-    parameters)."""
+    """Division of the training state among the ranks. no_shard is DDP: every rank has a full copy. FSDP:
+    full_shard shards parameters, gradients and optimizer state; shard_grad_op keeps the gathered parameters
+    between the forward and the backward pass; hybrid_shard and hybrid_shard_zero2 do the same within a group
+    of ranks and replicate the group. DeepSpeed: zero1 shards the optimizer state, zero2 also the gradients,
+    zero3 also the parameters."""
     context_parallel_size: Ranks = 1
-    """Ranks in a row that share each sequence, for long ones: each takes a part of the tokens. A run may
-    resume with another size."""
+    """Number of consecutive ranks that divide the tokens of each sequence among them. Raise it if the
+    activations of a long sequence do not fit on one device. A run may resume with another size."""
     tensor_parallel_size: Ranks = 1
-    """Ranks in a row that compute each layer together, under FSDP2's strategies, by the plan that
-    transformers has for the model. A run may resume with another size."""
+    """Number of consecutive ranks that divide the matrices of each layer among them, by the tensor-parallel
+    plan that transformers has for the model. Needs a strategy of FSDP. A run may resume with another size."""
     output_dir: PathText = "runs/quickstart"
     """Folder for the resolved config, metrics, checkpoints and the final model, or a URL in an object store
-    (s3://bucket/run, gs://bucket/run). The same command with the same folder resumes the run."""
+    (s3://bucket/run, gs://bucket/run). Running the same command with the same folder again resumes the
+    run."""
     seed: Seed = Field(default=0, json_schema_extra=IDENTITY)
-    """Seed of all randomness: initial weights, data order, dropout."""
+    """Seed of everything random: initial weights, order of the data, dropout."""
     precision: Precision = Field(default="auto", json_schema_extra=IDENTITY)
-    """Compute dtype of layers; master weights and moments are always fp32. auto: bf16 if the device supports
-    it natively, else fp32. tf32: fp32 with faster, less precise products on NVIDIA GPUs. fp16: with loss
-    scaling (section fp16), for GPUs without bf16."""
+    """Dtype in which layers are computed. Master weights and optimizer state are always fp32. auto is bf16 if
+    the device computes it natively, otherwise fp32. tf32 is fp32 with faster, less precise matrix products on
+    NVIDIA GPUs. fp16 uses loss scaling (section fp16) and is for GPUs without bf16."""
     compile: Flag = False
-    """Compile each layer with torch.compile: the first step is slow, later steps are faster. XLA always
-    compiles."""
+    """Compile each layer with torch.compile. The first step takes longer and later steps are faster. XLA
+    always compiles."""
     compile_backend: CompileBackend = "inductor"
-    """Backend of torch.compile: inductor, or another one that torch supports (aot_eager and eager do not
-    compile, for debugging)."""
+    """Backend of torch.compile. inductor generates code; aot_eager and eager do not, and help to find out
+    whether the compiler causes an error. Other backends that torch supports work as well."""
     compile_mode: CompileMode = "default"
-    """Mode of inductor: reduce-overhead captures CUDA graphs, max-autotune searches for the fastest kernels
-    and captures graphs, too. Capturing needs no_shard, or one rank."""
+    """Mode of inductor. reduce-overhead captures CUDA graphs. max-autotune searches for the fastest kernels
+    and captures graphs, too. Capturing graphs needs strategy no_shard, or one rank."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     adapter: AdapterConfig = Field(default_factory=AdapterConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    hub: HubConfig = Field(default_factory=HubConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig)
     fp16: Fp16Config = Field(default_factory=Fp16Config)
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
     xla: XlaConfig = Field(default_factory=XlaConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    log: LogConfig = Field(default_factory=LogConfig)
-    hub: HubConfig = Field(default_factory=HubConfig)
 
     _put: dict[str, Any] = PrivateAttr(default_factory=dict)
     _origins: dict[tuple[str, ...], Origin] = PrivateAttr(default_factory=dict)
@@ -116,7 +118,7 @@ class RunConfig(Section):
         return self
 
     def _located(self, key: str) -> tuple[Section, str]:
-        """The section that has ``key``, and the attribute there."""
+        """Return the section that has ``key``, and the name of the attribute in the section."""
         setting = keys.settings(type(self))[key]
         return (getattr(self, setting.section) if setting.section else self), setting.attribute
 
@@ -135,7 +137,7 @@ class RunConfig(Section):
         return self.is_set(key) or key in self._put
 
     def given(self) -> dict[str, Any]:
-        """The settings that the user has set, by dotted key."""
+        """Return the settings that the user has set, by dotted key."""
         return {key: self.get(key) for key in keys.settings(type(self)) if self.is_set(key)}
 
     @property
@@ -174,7 +176,7 @@ class RunConfig(Section):
         return getattr(*self._located(key))
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that define the run, by dotted key, as plain JSON values."""
+        """Return the settings that define the run, by dotted key, as plain JSON values."""
         return {
             key: keys.plain(self.get(key))
             for key, setting in keys.settings(type(self)).items()
@@ -185,10 +187,10 @@ class RunConfig(Section):
         """Return a copy with ``values`` (by dotted key), with derived defaults applied again.
 
         For values that depend on the machine or another file, such as ``{"backend": "cuda"}`` for ``auto``.
-        They do not count as set by the user. Judges nothing: :func:`portable.checks.check` does.
+        They do not count as set by the user. The rules in :mod:`portable.checks` are not checked.
         """
         put = {**self._put, **values}
-        copy = build(type(self), keys.nested({**self.given(), **put}))
+        copy = validate(type(self), keys.nested({**self.given(), **put}))
         copy._put = put
         copy._origins = self._origins
         copy._documents = self._documents

@@ -91,11 +91,11 @@ XlaDtype = Literal["float32", "bfloat16"]
 Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "function", "observation"]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 ONE, SEVERAL = "[one]", "[several]"
-"""What ``data.eval`` may be: pydantic writes it into the places of errors, in brackets as its ``[key]``."""
+"""Alternatives of ``data.eval`` in the paths of pydantic's errors, in brackets like pydantic's ``[key]``."""
 
 
 def _quickstart_model() -> dict[str, Any]:
-    """The config of the default model, about four million parameters."""
+    """Return the config of the default model, which has about four million parameters."""
     return {
         "model_type": "llama",
         "vocab_size": 4096,
@@ -110,38 +110,40 @@ def _quickstart_model() -> dict[str, Any]:
 
 
 class ModelConfig(Section):
-    """Which model is trained, and from which weights."""
+    """The model, and the weights from which training starts."""
 
     name_or_path: PathText | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Hub id or local folder of a transformers model; training starts from its weights. Null: build
-    model.config from scratch."""
+    """Hub id or local folder of a transformers model. Training starts from its weights. Null: build the model
+    in model.config with random weights."""
     config: OpenMapping | None = Field(default_factory=_quickstart_model, json_schema_extra=IDENTITY)
-    """Config of a model to build with random weights: model_type and any keys of its transformers config. A
-    file replaces the whole default; a flag such as --model.config.hidden_size 512 changes one key. With
-    model.name_or_path: keys to change in that model's config, such as attention_dropout; none that changes
-    the shapes of weights."""
+    """Config of a model to build with random weights: model_type and any keys of the transformers config. In
+    a file, it replaces the complete default; a flag such as --model.config.hidden_size 512 changes one key.
+    With model.name_or_path: keys to change in the config of that model, such as attention_dropout. Keys that
+    determine the shapes of weights cannot change."""
     task: Task = Field(default="causal-lm", json_schema_extra=IDENTITY)
-    """What the model learns: the next token (causal-lm), masked tokens (masked-lm), a target text
+    """Prediction that the model learns: the next token (causal-lm), masked tokens (masked-lm), a target text
     (seq2seq-lm), or a label (sequence-classification)."""
     init: Literal["pretrained", "scratch"] = Field(default="pretrained", json_schema_extra=IDENTITY)
-    """With model.name_or_path: take its weights (pretrained), or only its architecture, with random weights
-    (scratch)."""
+    """Whether a model in model.name_or_path starts from its weights (pretrained), or only its architecture is
+    used, with random weights (scratch)."""
     function: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
-    """A function of your own, package.module:name, that gets the model on the meta device and changes it or
-    returns another. Importing its module may register model types."""
+    """A custom function, written package.module:name. It gets the model on the meta device, and changes it or
+    returns another model. Importing its module may register model types."""
     attention: Annotated[Attention, OrHubKernel] = "sdpa"
-    """Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow), or for CUDA
-    flex_attention, flash_attention_2 to 4 (their packages, or the package kernels; bf16 or fp16), or a kernel
-    of the hub, kernels-community/flash-attn3."""
+    """Attention kernel. sdpa is PyTorch's fused kernel. eager computes the plain formula and is slow. On CUDA
+    also flex_attention, flash_attention_2 to flash_attention_4 (bf16 or fp16; they need their own package, or
+    the package kernels), or a kernel on the hub such as kernels-community/flash-attn3."""
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = None
-    """How transformers computes a mixture of experts: one after another (eager), or all in one product
-    (batched_mm, grouped_mm). Null: its own choice, grouped_mm where the device has it."""
+    """Computation of the experts of a mixture-of-experts layer by transformers: one after another (eager), or
+    in one matrix product (batched_mm, grouped_mm). Null: transformers chooses, which is grouped_mm if the
+    device supports it."""
     trust_remote_code: Flag = False
-    """Run Python code from the model's repository. Only for repositories whose code you have read."""
+    """Run Python code from the repository of the model. Set it only for repositories whose code you have
+    read."""
 
     @property
     def key(self) -> str:
-        """The key that describes the model, for error messages."""
+        """Key of the setting that names the model, used in error messages."""
         return "model.config" if self.name_or_path is None else "model.name_or_path"
 
     @property
@@ -154,61 +156,63 @@ Tokens = Annotated[tuple[TokenId, ...], Field(strict=False, min_length=1)]
 
 
 class AdapterConfig(Section):
-    """An adapter, with peft's names. The model's own weights stay frozen."""
+    """An adapter, with the names of peft. The weights of the model stay frozen."""
 
     type: Literal["lora", "ia3"] | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Kind of adapter: low-rank matrices beside linear layers (lora), or a factor for each of their outputs
-    (ia3). Null: no adapter; all weights are trained."""
+    """Kind of adapter: low-rank matrices that are added to linear layers (lora), or a factor for each output
+    of a layer (ia3). Null: no adapter; all weights are trained."""
     r: AdapterRank = Field(default=16, json_schema_extra=IDENTITY)
-    """Rank of the matrices: more can learn more, and need more memory."""
+    """Rank of the low-rank matrices. A higher rank can learn more and needs more memory."""
     alpha: AdapterScale = Field(default=32, json_schema_extra=IDENTITY)
-    """Scale of what the adapter adds: it is multiplied by alpha / r (with use_rslora by alpha / sqrt(r))."""
+    """Scale of the adapter's output, which is multiplied by alpha / r, or by alpha / sqrt(r) with
+    adapter.use_rslora."""
     dropout: ProperFraction = Field(default=0.0, json_schema_extra=IDENTITY)
-    """Share of an adapter's inputs that are zeroed in training."""
+    """Share of the adapter's inputs that are set to zero in training."""
     target_modules: Annotated[
         Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(strict=False)], NamesOrPattern
     ] = Field(default="all-linear", json_schema_extra=IDENTITY)
-    """Modules that get an adapter: all-linear (all linear layers except the head), a list of names such as
-    [q_proj, v_proj] (empty beside target_parameters), or a regular expression that matches whole module
-    names."""
+    """Modules that get an adapter: all-linear for all linear layers except the head, a list of names such as
+    [q_proj, v_proj], or a regular expression that matches complete module names. The list may be empty if
+    adapter.target_parameters is set."""
     target_parameters: Names | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Parameters that get an adapter although they are no module of their own, such as the stacked experts of
-    a mixture: [mlp.experts.gate_up_proj]. For lora."""
+    """Parameters that get an adapter although they are not modules, such as the stacked weights of experts:
+    [mlp.experts.gate_up_proj]. Only for lora."""
     modules_to_save: Names | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Modules that are trained and saved in full beside the adapter, such as [lm_head]. A classifier's head
-    always is."""
+    """Modules that are trained and saved in full in addition to the adapter, such as [lm_head]. The head of a
+    classifier is always included."""
     trainable_token_indices: Tokens | dict[str, Tokens] | None = Field(
         default=None, json_schema_extra=IDENTITY
     )
-    """Tokens whose rows of the embedding are trained and saved beside the adapter, such as those of
+    """IDs of tokens whose rows of the embedding are trained and saved with the adapter, such as the tokens in
     data.added_tokens: [502, 503], or a list for each table, {embed_tokens: [502], lm_head: [502]}. A tied
-    head gets the same rows. For lora."""
+    head gets the same rows. Only for lora."""
     ensure_weight_tying: Flag = Field(default=False, json_schema_extra=IDENTITY)
-    """Refuse different trainable_token_indices for tied tables. For lora."""
+    """Refuse different trainable_token_indices for tables whose weights are tied. Only for lora."""
     layers: Annotated[tuple[LayerNumber, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None, json_schema_extra=IDENTITY
     )
-    """Numbers of the layers that get an adapter, from 0. Null: all."""
+    """Numbers of the layers that get an adapter, starting at 0. Null: all layers."""
     bias: Literal["none", "all", "lora_only"] = Field(default="none", json_schema_extra=IDENTITY)
-    """Biases that are trained as well: all, or those of the modules with an adapter (lora_only). For lora."""
+    """Biases that are trained, too: all of them, or only the biases of modules with an adapter (lora_only).
+    Only for lora."""
     init: Flag | Literal["gaussian", "orthogonal"] = Field(default=True, json_schema_extra=IDENTITY)
-    """Initial values of lora: true as in the paper (training starts at the base model), gaussian or
-    orthogonal as in peft; false: both matrices random."""
+    """Initial values of lora. true follows the paper, so that training starts exactly at the base model;
+    gaussian and orthogonal are as in peft; false makes both matrices random."""
     use_dora: Flag = Field(default=False, json_schema_extra=IDENTITY)
-    """DoRA: train the length of each row of a weight apart from its direction. Slower."""
+    """Use DoRA, which trains the length of each weight row separately from its direction. Slower."""
     use_rslora: Flag = Field(default=False, json_schema_extra=IDENTITY)
-    """rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones."""
+    """Use rsLoRA, which scales by alpha / sqrt(r), so that high ranks learn as fast as low ranks."""
     base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
         default="auto", json_schema_extra=IDENTITY
     )
-    """Dtype of the frozen weights. auto: the compute dtype. fp32 keeps them exact and doubles their memory.
-    nf4 (QLoRA: 4 bits, double quantization) and int8 are for linear layers, all except the head; they need
-    the package bitsandbytes and FSDP or no_shard."""
+    """Dtype of the frozen weights. auto is the dtype of the computation. fp32 keeps the weights exact and
+    doubles their memory. nf4 (QLoRA: 4 bits with double quantization) and int8 quantize all linear layers
+    except the head; they need the package bitsandbytes, and FSDP or no_shard."""
     name_or_path: PathText | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Folder or hub id of an adapter in peft's format to go on from. Its adapter_config.json decides on all
-    of the above except base and dropout."""
+    """Folder or hub id of an adapter in peft's format from which training continues. Its adapter_config.json
+    determines all settings above except base and dropout."""
     config: PathText | None = None
-    """An adapter_config.json, in place of the settings above."""
+    """File adapter_config.json that replaces the settings above."""
 
 
 class SourceConfig(Section):
@@ -218,65 +222,67 @@ class SourceConfig(Section):
     # digest of the tokens, which must match.
 
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = None
-    """A hub dataset, a file, glob or list of files (.txt .jsonl .json .csv .parquet), local or by URL, or
-    package.module:name, code of your own that gives records. Null: the source code of Python's standard
+    """A hub dataset, a file, a glob or a list of files (.txt .jsonl .json .csv .parquet), local or by URL, or
+    custom code that yields records, written package.module:name. Null: the source code of Python's standard
     library."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """What a record that cannot be read does: end the run, or be left out. The first few are printed with
-    file and line, and their number."""
+    """Whether a record that cannot be read ends the run (error) or is left out (skip). The first such records
+    are printed with file and line, and all are counted."""
     stream: Flag = False
-    """Train while the files are read (causal-lm): parts are tokenized ahead of the run, and at most
-    data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, and for the
-    tokens of portable-data. Nothing is held out: set data.eval."""
+    """Train while the files are read (causal-lm). The run tokenizes a part ahead of training and keeps at
+    most data.cache_limit of tokens on disk. Use it for data that is larger than the disk, to start at once,
+    and for the tokens that portable-data writes. A stream holds nothing out for evaluation: set data.eval."""
     config_name: str | None = None
-    """Configuration of the hub dataset, or of a local copy of one, if it has several (such as
-    wikitext-2-raw-v1)."""
+    """Configuration of a hub dataset, or of a local copy of a hub dataset, that has several, such as
+    wikitext-2-raw-v1."""
     split: str = Field(default="train", min_length=1)
-    """Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a folder whose
-    files are named by split."""
+    """Split to train on. For a hub dataset, slices such as train[:10%] work as well. In a folder, the names
+    of the files give the split."""
     max_samples: Records | None = None
-    """Use at most this many records of the source, from its start, to test a config. Null: all."""
+    """Use at most this many records from the start of the source, for example to try a config. Null: all
+    records."""
     format: Format = "auto"
-    """What a record is (causal-lm): a text; a conversation as messages (role and content) or as sharegpt
+    """Content of a record (causal-lm): a text; a conversation as messages (role and content) or as sharegpt
     (from and value); prompt_completion (strings or messages); alpaca (instruction, input, output); preference
-    (prompt, chosen, rejected, for a loss of pairs); samples (finished ones, from code of your own). auto: by
-    the first record's columns."""
+    (prompt, chosen, rejected, for a loss on pairs); or samples, which custom code has already tokenized. auto
+    detects the format from the first record."""
     train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = None
-    """Tokens of a conversation that the loss counts: all that the assistant says (assistant), its last
-    message (last_assistant), what follows the prompt (completion), or all. Null: completion if the record has
-    a prompt (prompt_completion, alpaca), else assistant."""
+    """Tokens of a conversation that count in the loss: everything that the assistant writes (assistant), its
+    last message (last_assistant), what follows the prompt (completion), or all. Null: completion for records
+    with a prompt (prompt_completion, alpaca), otherwise assistant."""
     roles_to_train: Annotated[tuple[Role, ...], OneOrMany, Field(strict=False, min_length=1)] | None = None
-    """Roles whose messages the loss counts, to the end of their turn. Null: the assistant's, as data.train_on
-    has it."""
+    """Roles whose messages count in the loss, including the end of the turn. Null: only the assistant, as
+    data.train_on determines."""
     split_turns: Flag = False
-    """Make each of the assistant's messages a sample, with the conversation before it. Done by itself where
-    the template shows earlier turns otherwise than the last one, such as without their thinking."""
+    """Make a separate sample of each message of the assistant, with the conversation before it. This always
+    happens if the chat template renders earlier turns differently from the last turn, for example without
+    their thinking."""
     text_field: str = Field(default="text", min_length=1)
-    """Field of a record with its text. A dot selects a nested field: translation.en. The same applies to the
-    fields below."""
+    """Field of a record with the text. A dot selects a nested field, such as translation.en; the same is true
+    for the fields below."""
     text_pair_field: str | None = Field(default=None, min_length=1)
-    """Field with the second text of a pair (sequence-classification), such as the hypothesis for a premise.
-    Both are truncated together to data.seq_len, the longer first."""
+    """Field with the second text of a pair (sequence-classification), such as the hypothesis that belongs to
+    a premise. If the pair is longer than data.seq_len, the longer text is truncated first."""
     target_field: str = Field(default="target", min_length=1)
     """Field with the target text (seq2seq-lm)."""
     source_prefix: str = ""
-    """Prefix of every text, such as 'summarize: ' for T5 (seq2seq-lm)."""
+    """Text that is added in front of every input, such as 'summarize: ' for T5 (seq2seq-lm)."""
     label_field: str = Field(default="label", min_length=1)
-    """Field with the label (sequence-classification): a class (an integer or a string), a list of classes, or
-    for a regression numbers with a fraction."""
+    """Field with the label (sequence-classification): a class as an integer or a string, a list of classes,
+    or numbers with a fraction for a regression."""
     columns: Columns = ()
-    """Fields of a record that have other names, such as {prompt: question, completion: answer} or {messages:
-    chat.turns}: the name that data.format expects, and the field. Other names are further columns of numbers
-    that reach train.loss in the batch (without packing), such as {weight: score}; a list, such as [weight,
-    score], has only these."""
+    """Names of fields that differ from the names that data.format expects, as {expected name: name in the
+    record}, such as {prompt: question, completion: answer} or {messages: chat.turns}. Any other name is an
+    additional column of numbers that train.loss finds in the batch (without packing), such as {weight:
+    score}. A list such as [weight, score] contains only additional columns."""
     text_split: Literal["file", "paragraph", "line"] = "file"
-    """Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or a line. Matters
-    without packing, where each text is truncated to data.seq_len."""
+    """Unit of text in a .txt file: the file, a paragraph (separated by blank lines), or a line. It matters
+    without packing, because each text is truncated to data.seq_len."""
 
 
 def _named(name: str) -> str:
     if SOURCE_NAME.fullmatch(name) is None:
-        raise ValueError(f"the name {name!r} may only have letters, digits, - and _")
+        raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
 
 
@@ -287,20 +293,20 @@ class MixedSource(SourceConfig):
     """A source of a mixture."""
 
     name: SourceName
-    """Of the source, in logs and files."""
+    """Name of the source in logs and files."""
     weight: Weight | None = None
-    """Its share of the samples, beside the others'."""
+    """Share of the samples, relative to the weights of the other sources."""
     epochs: Epochs | None = None
-    """Its passes in one pass over the mixture, in place of a weight."""
+    """Number of passes over this source in one pass over the mixture, instead of a weight."""
 
 
 class Phase(Section):
     """Weights of a mixture from a step on."""
 
     step: Steps
-    """The first step that has these weights."""
+    """First step with these weights."""
     weights: dict[str, Weight]
-    """By the name of the source."""
+    """Weights by the name of the source."""
 
 
 def _one_or_several(value: Any) -> str:
@@ -315,66 +321,69 @@ EvaluationSources = Annotated[
 
 
 class DataConfig(SourceConfig):
-    """What is trained on: source, format, tokens, packing."""
+    """Training data: sources, format of the records, tokenizer, packing, evaluation data."""
 
     sources: Annotated[tuple[MixedSource, ...], Field(strict=False)] = ()
-    """A mixture, in place of data.source, such as [{name: web, source: web/*.jsonl, weight: 3}, {name: code,
-    source: code.jsonl, weight: 1}]. Each may set what is marked ‡. weight is its share of the samples, kept
-    in every few hundred; or give every source epochs, its passes in one pass over the mixture (default: 1
-    each)."""
+    """A mixture of sources, instead of data.source, such as [{name: web, source: web/*.jsonl, weight: 3},
+    {name: code, source: code.jsonl, weight: 1}]. Each source may also set every setting marked ‡. weight is
+    the share of the samples, which holds within every few hundred samples. Alternatively, give every source
+    epochs, its number of passes in one pass over the mixture (default: 1)."""
     weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
-    """Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}]: from that step
-    on they replace all weights before."""
+    """Weights of data.sources that change during the run, such as [{step: 9000, weights: {web: 1, code: 4}}].
+    From that step on, they replace all earlier weights."""
     shuffle_window: Parts = Field(default=1, json_schema_extra=IDENTITY)
-    """Parts of a stream whose samples are mixed at a time. More shuffles better; the run begins once as many
-    are tokenized."""
+    """Number of parts of a stream whose samples are mixed. A larger window shuffles better, and the run
+    starts later, because that many parts must be tokenized first."""
     cache_limit: Gigabytes | None = None
-    """Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. Null: half of the
-    space that is free at the start."""
+    """Gigabytes of tokens of a stream that are kept on disk. Tokens that are needed again are computed again.
+    Null: half of the free space at the start."""
     chat_template: PathText | None = None
-    """Template that turns a conversation into text: a file (.jinja), the name of one of the tokenizer's
-    templates, or chatml. Null: the tokenizer's own. It is saved with the tokenizer."""
+    """Template that renders a conversation as text: a .jinja file, the name of one of the templates of the
+    tokenizer, or chatml. It is saved with the tokenizer. Null: the default template of the tokenizer."""
     chat_template_kwargs: OpenMapping = Field(default_factory=dict)
-    """Further variables of the template, such as enable_thinking: false. strftime_now is the date that a
-    template writes as today's: 2025-01-01 by default, so that tokens are always the same."""
+    """Additional variables of the template, such as enable_thinking: false. strftime_now is the date that a
+    template writes as the current date; it is 2025-01-01 by default, so that tokens are always the same."""
     truncation: Literal["end", "start", "drop", "error"] = Field(default="end", json_schema_extra=IDENTITY)
-    """What happens to a text or conversation longer than data.seq_len, if not packed: it is cut at its end or
-    start, left out (drop), or ends the run (error). A conversation of which no trained token remains is left
-    out. The counts are printed."""
+    """Treatment of a text or conversation that is longer than data.seq_len and is not packed: cut its end or
+    start, leave it out (drop), or end the run (error). A conversation without a trained token after the cut
+    is left out. The run prints how many were cut or left out."""
     source_language: str | None = Field(default=None, min_length=1)
-    """Language of the texts, as a code of a multilingual tokenizer (eng_Latn for NLLB, en_XX for mBART, en
-    for M2M100). For seq2seq-lm."""
+    """Language of the texts, as a code of a multilingual tokenizer: eng_Latn for NLLB, en_XX for mBART, en
+    for M2M100 (seq2seq-lm)."""
     target_language: str | None = Field(default=None, min_length=1)
-    """Language of the targets, likewise. The saved model then generates in this language."""
+    """Language of the targets, as a code of the tokenizer. The saved model generates in this language."""
     tokenizer: PathText | None = None
-    """Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a model built from
-    scratch, a small byte-pair encoding trained on the source, once, and cached."""
+    """Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path. For a model that is built
+    from scratch, a small byte-pair encoding is trained on the source and cached."""
     added_tokens: Names = Field(default=(), json_schema_extra=IDENTITY)
-    """Special tokens to add to the tokenizer, such as those of a chat template. The model's vocabulary grows
-    where it has to; new rows are drawn around the mean of the others, as in transformers."""
+    """Special tokens to add to the tokenizer, such as the tokens of a chat template. The vocabulary of the
+    model grows if necessary; new rows are drawn around the mean of the other rows, as in transformers."""
     vocab_size: VocabularySize | None = None
-    """Tokens in the byte-pair encoding that is trained without a tokenizer. Null: the model's vocab_size."""
+    """Number of tokens of the byte-pair encoding that is trained if there is no tokenizer. Null: the
+    vocab_size of the model."""
     seq_len: Length = Field(default=256, ge=2, json_schema_extra=IDENTITY)
-    """Length of a training sequence in tokens. Memory for activations grows with it."""
+    """Length of a training sequence in tokens. The memory for activations grows with it."""
     target_seq_len: Length | None = Field(default=None, ge=2, json_schema_extra=IDENTITY)
     """Length of a target text in tokens (seq2seq-lm). Null: data.seq_len."""
     packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(default=True, json_schema_extra=IDENTITY)
-    """True: concatenate texts into full sequences (language models only). documents, the default for
-    conversations: pack whole texts, which do not see each other (causal-lm only). False, always so in
-    seq2seq-lm and sequence-classification: one text per sequence, truncated or padded to data.seq_len."""
+    """Arrangement of texts in a sequence. true concatenates texts into full sequences (language models only).
+    documents, the default for conversations, packs complete texts that cannot attend to each other (causal-lm
+    only). false, the only choice for seq2seq-lm and sequence-classification, puts one text into each sequence
+    and truncates or pads it to data.seq_len."""
     eval_fraction: ProperFraction | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Share of the training data held out for evaluation: the end of the concatenated text, or a fixed choice
-    of records if texts are not concatenated. Null: 0.01, but at least 16 sequences or records, and at most a
-    fifth of the data. 0, the default with data.eval: none."""
+    """Share of the training data that is held out for evaluation: the end of the concatenated text, or a
+    fixed choice of records if texts are not concatenated. Null: 0.01, but at least 16 sequences or records
+    and at most a fifth of the data. 0, the default with data.eval: nothing is held out."""
     eval: EvaluationSources | None = None
-    """Data to evaluate on: a source, as in {source: test.jsonl} or {split: validation}, or several by name,
-    as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set what is marked ‡; the rest is
-    as for training. Null: the share that data.eval_fraction holds out."""
+    """Data to evaluate on: a source such as {source: test.jsonl} or {split: validation}, or several sources
+    by name, such as {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set every setting
+    marked ‡; all other settings are the same as for training. Null: the share in data.eval_fraction."""
     num_workers: Processes = 0
-    """Processes that prepare batches for each rank; 0: the rank itself does. Raise it if the accelerator
-    waits for data. As many, at least one, tokenize a stream on each machine."""
+    """Number of processes that prepare batches for each rank. 0: the rank prepares its batches itself. Raise
+    it if the accelerator waits for data. A stream is tokenized by the same number of processes on each
+    machine, but at least one."""
     cache_dir: PathText | None = None
-    """Folder that caches tokenized data and trained tokenizers. Null: the user's cache folder
+    """Folder that caches tokenized data and trained tokenizers. Null: the cache folder of the user
     ($XDG_CACHE_HOME, or ~/.cache)."""
 
     @property
@@ -389,135 +398,146 @@ class DataConfig(SourceConfig):
 
 
 class ParameterGroup(Section):
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameters with a separate learning rate or weight decay."""
 
     pattern: str = Field(min_length=1)
+    """Regular expression that is searched in the names of parameters."""
     learning_rate: LearningRate | None = None
+    """Highest learning rate of these parameters. Null: train.learning_rate."""
     weight_decay: WeightDecay | None = None
+    """Weight decay of these parameters. Null: train.weight_decay."""
 
 
 class TrainConfig(Section):
-    """Length, batch sizes, optimizer and schedule."""
+    """Length, batch sizes, loss, optimizer, learning rate, evaluation."""
 
     steps: Steps | None = Field(default=200, ge=1, json_schema_extra=IDENTITY)
-    """Length of the schedule in optimizer steps. Null only if train.epochs is set."""
+    """Length of the schedule in optimizer steps. May be null only if train.epochs is set."""
     epochs: Epochs | None = Field(default=None, json_schema_extra=IDENTITY)
     """Length of the schedule in passes over the data, instead of train.steps."""
     stop_after: Steps | None = Field(default=None, ge=1)
-    """Save a checkpoint and stop after this step. The same command without it resumes from there, possibly on
-    another machine."""
+    """Save a checkpoint and stop after this step. The same command without this setting resumes the run,
+    possibly on another machine."""
     global_batch_size: BatchSize = Field(default=8, json_schema_extra=IDENTITY)
-    """Sequences per optimizer step, over all ranks, whatever their number."""
+    """Sequences in one optimizer step, summed over all ranks and accumulation steps."""
     micro_batch_size: BatchSize | Literal["auto"] = 4
-    """Sequences per device and forward pass; gradients accumulate up to the global batch. Lower it if memory
-    runs out: only the speed changes. auto: the largest that fits, found by trial; on a CPU without a memory
-    limit (ulimit -v) at most 4; not on XLA. The default is lowered to a divisor of the global batch."""
-    loss: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
-    """dpo, ipo, simpo or orpo (data.format preference), or a loss of your own: package.module:name; arguments
-    as in dpo(beta=0.2). Null: cross-entropy, or the loss of a classifier's problem_type."""
-    label_smoothing: ProperFraction = Field(default=0.0, json_schema_extra=IDENTITY)
-    """Share of each target that is spread evenly over all tokens or classes. The loss of an evaluation stays
-    the plain one."""
-    z_loss: LossWeight = Field(default=0.0, json_schema_extra=IDENTITY)
-    """Weight of the squared logarithm of the softmax's normalizer, which keeps logits from drifting; 1e-4 is
-    common for pretraining. Not part of the loss of an evaluation."""
-    neftune_noise_alpha: NoiseScale = Field(default=0.0, json_schema_extra=IDENTITY)
-    """Size of the noise that is added to embeddings in training (NEFTune), by the length of each document; 5
-    is common for fine-tuning on conversations."""
-    dropout: Flag | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Whether dropout, a LoRA's too, is on in training. Null: off with the losses of pairs, as in TRL, and on
-    otherwise."""
+    """Sequences in one forward pass on a device. Gradients are accumulated until the global batch is
+    complete. Lower it if memory runs out; the result stays the same and only the speed changes. auto finds
+    the largest size that fits by trial: not on XLA, and at most 4 on a CPU without a memory limit (ulimit
+    -v). The default is lowered to a divisor of train.global_batch_size."""
+    learning_rate: LearningRate = Field(default=3e-4, json_schema_extra=IDENTITY)
+    """Highest learning rate, which is reached at the end of the warmup."""
+    schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
+    """Course of the learning rate after the warmup. wsd (warmup-stable-decay) keeps the rate constant until
+    the last part of the run. Capitalized names are the schedulers of DeepSpeed, which work on any backend
+    (OneCycle and LRRangeTest need zero1, zero2 or zero3). Or a custom function or class, written
+    package.module:name."""
+    schedule_params: OpenMapping = Field(default_factory=dict, json_schema_extra=IDENTITY)
+    """More parameters of the schedule. wsd: decay_ratio (0.2 of all steps), decay_type and warmup_type
+    (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the warmup steps). The schedulers of DeepSpeed have
+    their own names; train.learning_rate is the peak of OneCycle and the first rate of LRRangeTest."""
+    warmup_steps: Steps | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Steps in which the learning rate rises from zero to train.learning_rate, linearly unless the schedule
+    defines another shape. Null: train.warmup_ratio is used."""
+    warmup_ratio: Fraction | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Warmup as a share of all steps, rounded up, instead of train.warmup_steps."""
+    min_learning_rate_ratio: Fraction = Field(default=0.0, json_schema_extra=IDENTITY)
+    """Final learning rate of cosine, linear and wsd, and lowest learning rate of inverse_sqrt, as a share of
+    train.learning_rate."""
     optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
         default="adamw", json_schema_extra=IDENTITY
     )
-    """adamw (fused; two fp32 moments), adafactor (factored moments, little memory), adamw_8bit (8-bit
-    moments; 32 bits for embeddings, vectors and small matrices), sgd (momentum is the first of train.betas),
-    muon (orthogonalized momentum for the matrices of layers, adamw for the rest), or package.module:name, any
-    torch.optim.Optimizer such as torch.optim:NAdam(momentum_decay=0.004)."""
-    muon_momentum: ProperFraction = Field(default=0.95, json_schema_extra=IDENTITY)
-    """Momentum of muon's matrices (Nesterov's)."""
-    muon_rate: Literal["match_rms_adamw", "original"] = Field(
-        default="match_rms_adamw", json_schema_extra=IDENTITY
-    )
-    """How muon adjusts the learning rate to a matrix of R rows and C columns, as torch's adjust_lr_fn.
-    match_rms_adamw: times 0.2 sqrt(max(R, C)), so that rates for adamw fit. original: times sqrt(max(1, R /
-    C))."""
-    adafactor_rule: Literal["torch", "transformers"] = Field(default="torch", json_schema_extra=IDENTITY)
-    """Which library's update rule adafactor uses. torch: the rate is relative to a parameter's RMS, and at
-    most one over the square root of the steps. transformers: the rate is absolute, as in the Trainer
-    (scale_parameter and relative_step false); use one 10 to 100 times lower."""
+    """adamw (fused, with two fp32 moments), adafactor (factored moments, little memory), adamw_8bit (8-bit
+    moments, except for embeddings, vectors and small matrices), sgd (its momentum is the first value of
+    train.betas), muon (orthogonalized momentum for the matrices of layers, and adamw for everything else), or
+    any torch.optim.Optimizer, written package.module:name, such as
+    torch.optim:NAdam(momentum_decay=0.004)."""
     betas: Annotated[tuple[ProperFraction, ProperFraction], Field(strict=False)] = Field(
         default=(0.9, 0.95), json_schema_extra=IDENTITY
     )
-    """Decay rates of the first and second moment. Raise the second towards 0.999 for small or noisy
+    """Decay rates of the first and the second moment. Raise the second towards 0.999 for small or noisy
     batches."""
     eps: Epsilon = Field(default=1e-8, json_schema_extra=IDENTITY)
-    """Added to the root of the second moment to avoid division by zero. Smaller numbers are zero in fp32."""
-    ema: AverageDecay | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Average the weights over the steps, in fp32: the share of the average that stays in each, such as
-    0.999. It is in checkpoints; checkpoint.export_ema exports it."""
-    trainable: Names | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Train only the parameters in whose names one of these regular expressions is found: lm_head, or
-    layers\\.(30|31)\\. for two layers. All others are frozen: no gradient, no optimizer state, bit for bit as
-    they are. Null: all."""
-    frozen: Names = Field(default=(), json_schema_extra=IDENTITY)
-    """Freeze the parameters in whose names one of these regular expressions is found, such as embed_tokens;
-    also those of train.trainable."""
-    learning_rate: LearningRate = Field(default=3e-4, json_schema_extra=IDENTITY)
-    """Highest learning rate, reached at the end of the warmup."""
-    min_learning_rate_ratio: Fraction = Field(default=0.0, json_schema_extra=IDENTITY)
-    """Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of train.learning_rate."""
-    schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
-    """Decay of the learning rate after the warmup; wsd (warmup-stable-decay) keeps the rate until the last
-    part of the run. Capitalized names are DeepSpeed's schedulers, on any backend (OneCycle and LRRangeTest
-    under ZeRO). Or package.module:name, a function or class of your own."""
-    schedule_params: OpenMapping = Field(default_factory=dict, json_schema_extra=IDENTITY)
-    """More parameters of a schedule. wsd: decay_ratio (0.2 of all steps), decay_type and warmup_type (linear,
-    cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warmup). DeepSpeed's have its names;
-    train.learning_rate is the peak of OneCycle and the first rate of LRRangeTest."""
-    warmup_steps: Steps | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Steps over which the learning rate rises from zero, linearly unless the schedule defines another shape.
-    Null: train.warmup_ratio is used."""
-    warmup_ratio: Fraction | None = Field(default=None, json_schema_extra=IDENTITY)
-    """The warmup as a share of all steps, rounded up, instead of train.warmup_steps."""
+    """Number that is added to the root of the second moment to avoid a division by zero."""
     weight_decay: WeightDecay = Field(default=0.1, json_schema_extra=IDENTITY)
-    """Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled for adamw and
-    muon, added to the gradient for sgd."""
+    """Weight decay of all parameters except biases and norms, as in the Trainer. It is decoupled for adamw
+    and muon, and added to the gradient for sgd."""
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
         default=(), json_schema_extra=IDENTITY
     )
-    """Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, {pattern:
-    embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the first match
-    counts. learning_rate follows the schedule in proportion. weight_decay spares biases and norms as well."""
+    """Parameters with a different learning rate or weight decay, such as [{pattern: lora_B, learning_rate:
+    5.0e-3}, {pattern: embed_tokens, weight_decay: 0}]. pattern is a regular expression that is searched in
+    the names of parameters; the first group that matches counts. learning_rate follows the schedule in
+    proportion. weight_decay does not apply to biases and norms."""
     max_grad_norm: GradientNorm | None = Field(default=1.0, json_schema_extra=IDENTITY)
-    """Gradients whose global norm exceeds this are scaled down to it. Null: no clipping."""
+    """Largest global norm of the gradients. Gradients with a larger norm are scaled down to it. Null: no
+    clipping."""
+    muon_momentum: ProperFraction = Field(default=0.95, json_schema_extra=IDENTITY)
+    """Nesterov momentum of muon for matrices."""
+    muon_rate: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw", json_schema_extra=IDENTITY
+    )
+    """Adaptation of muon's learning rate to a matrix of R rows and C columns, as adjust_lr_fn in torch.
+    match_rms_adamw multiplies it by 0.2 sqrt(max(R, C)), so that learning rates for adamw fit. original
+    multiplies it by sqrt(max(1, R / C))."""
+    adafactor_rule: Literal["torch", "transformers"] = Field(default="torch", json_schema_extra=IDENTITY)
+    """Library whose update rule adafactor uses. torch: the learning rate is relative to the RMS of a
+    parameter, and is at most 1 / sqrt(step). transformers: the learning rate is absolute, as in the Trainer
+    (scale_parameter and relative_step false); use a rate that is 10 to 100 times lower."""
+    loss: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
+    """dpo, ipo, simpo or orpo for data.format preference, or a custom loss, written package.module:name.
+    Arguments are written dpo(beta=0.2). Null: cross-entropy, or the loss for the problem_type of a
+    classifier."""
+    label_smoothing: ProperFraction = Field(default=0.0, json_schema_extra=IDENTITY)
+    """Share of each target that is spread evenly over all tokens or classes. It does not apply to the loss of
+    an evaluation."""
+    z_loss: LossWeight = Field(default=0.0, json_schema_extra=IDENTITY)
+    """Weight of the squared logarithm of the softmax's normalizer, a term that keeps logits from drifting.
+    1e-4 is common for pretraining. It is not part of the loss of an evaluation."""
+    neftune_noise_alpha: NoiseScale = Field(default=0.0, json_schema_extra=IDENTITY)
+    """Size of the noise that is added to embeddings in training (NEFTune), scaled by the length of each
+    document. 5 is common for fine-tuning on conversations. 0: no noise."""
+    dropout: Flag | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Whether dropout is active in training, including the dropout of an adapter. Null: inactive for losses
+    on pairs, as in TRL, and active otherwise."""
+    trainable: Names | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Regular expressions. Only parameters whose name contains a match are trained, such as lm_head, or
+    layers\\.(30|31)\\. for two layers. All other parameters are frozen: they have no gradient and no
+    optimizer state, and do not change. Null: all parameters are trained."""
+    frozen: Names = Field(default=(), json_schema_extra=IDENTITY)
+    """Regular expressions. Parameters whose name contains a match are frozen, such as embed_tokens, even if
+    train.trainable matches as well."""
+    ema: AverageDecay | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Decay of an average of the weights over the steps, such as 0.999: the share of the average that remains
+    after each step. The average is computed in fp32 and saved in checkpoints; checkpoint.export_ema exports
+    it. Null: no average."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does. Its update is always skipped: weights and optimizer
-    stay bit for bit. stop: the run ends and reports the step, its samples and how to find the cause
-    (--replay). skip: the run continues, counts skipped_steps, and ends after ten in a row. Overflows under
-    fp16 only adjust the loss scale."""
+    """Reaction to a loss or gradient that is NaN or infinite. The update is always skipped, so that weights
+    and optimizer state do not change. stop ends the run and reports the step, its samples and how to find the
+    cause (--replay). skip continues, counts skipped_steps, and ends the run after ten such steps in a row. An
+    overflow under fp16 only lowers the loss scale."""
     eval_every: Times | None = 100
-    """Steps between evaluations on the held-out records. Null: only at the end."""
+    """Steps between evaluations on the held-out records. Null: evaluate only at the end."""
     eval_every_epochs: Epochs | None = None
-    """Passes over the data between evaluations, instead of train.eval_every: 0.5 evaluates in the middle and
+    """Passes over the data between evaluations, instead of train.eval_every. 0.5 evaluates in the middle and
     after the last step of each epoch."""
     eval_batches: Times | None = None
-    """Evaluate on at most this many global batches. Null: on all held-out records."""
+    """Largest number of global batches in one evaluation. Null: all held-out records."""
     eval_ema: Flag = False
-    """Evaluate the average of the weights (train.ema) in their place."""
+    """Evaluate the average of the weights (train.ema) instead of the weights."""
     metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = None
-    """What an evaluation computes besides the loss: perplexity and accuracy (of tokens); of a classifier
-    accuracy, f1 and confusion; of a regression mse, mae and r2; of generated texts exact_match and rouge_l
-    (seq2seq-lm); or package.module:name, a function or class of your own. Null: all of the task that generate
-    nothing, or none with train.loss; []: the loss alone."""
-    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
-    """Callbacks of your own, as package.module:name or package.module:name(argument=value), called at the
-    start, after steps, logs, evaluations and saves, and at the end."""
+    """Metrics of an evaluation in addition to the loss. For tokens: perplexity and accuracy. For a
+    classifier: accuracy, f1 and confusion. For a regression: mse, mae and r2. For generated texts
+    (seq2seq-lm): exact_match and rouge_l. Or a custom function or class, written package.module:name. Null:
+    all metrics of the task that do not generate text, or no metrics with train.loss. []: only the loss."""
     early_stopping_patience: Times | None = None
-    """End the run after this many evaluations in a row without an improvement of checkpoint.best_metric.
-    Null: never."""
+    """End the run after this many evaluations in a row in which checkpoint.best_metric did not improve. Null:
+    never."""
     early_stopping_threshold: Threshold = 0.0
-    """An improvement is larger than this, measured from the best evaluation so far."""
+    """An evaluation is an improvement if it is better than the best so far by more than this."""
+    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
+    """Custom callbacks, written package.module:name or package.module:name(argument=value). They are called
+    at the start, after steps, logs, evaluations and saves, and at the end."""
 
     @property
     def freezes(self) -> bool:
@@ -526,22 +546,23 @@ class TrainConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Trade speed for memory. None of these changes the result."""
+    """Options that save memory and cost speed. They do not change the result."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in the backward pass instead of storing them: of every layer (full; about a third
-    slower, least memory), or all except those of costly operations (selective)."""
+    """Compute activations again in the backward pass instead of storing them. full: of every layer, which
+    needs the least memory and is about a third slower. selective: all except the results of expensive
+    operations."""
     loss_chunk_tokens: ChunkTokens | Literal["auto"] = "auto"
-    """Tokens whose logits are in memory at a time: the loss of a larger micro-batch is computed in chunks,
-    and again in the backward pass. auto: as many as have 64 million logits (256 MiB), which matters for large
-    vocabularies. 0: all at once. FSDP and DDP only."""
+    """Number of tokens whose logits are in memory at once. The loss of a larger micro-batch is computed in
+    chunks, and again in the backward pass. auto allows 64 million logits (256 MiB), which matters for large
+    vocabularies. 0: all tokens at once. Only for FSDP and DDP."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Keep and update optimizer state in host memory (cpu) or on a local disk (nvme): slower."""
+    """Keep and update the optimizer state in host memory (cpu) or on a local disk (nvme). This is slower."""
     offload_params: Literal["none", "cpu", "nvme"] = "none"
-    """Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; with FSDP also the
-    optimizer's state and step. The slowest option."""
+    """Keep sharded parameters in host memory (cpu) or on a local disk (nvme) while they are not used. With
+    FSDP, the optimizer state and the update are offloaded as well. This is the slowest option."""
     nvme_path: PathText | None = None
-    """Folder on a fast local disk for offloading to nvme."""
+    """Folder on a fast local disk, for offloading to nvme."""
 
     @property
     def offloads(self) -> bool:
@@ -550,120 +571,127 @@ class MemoryConfig(Section):
 
 
 class FsdpConfig(Section):
-    """Details of FSDP, with Accelerate's names. Null: the backend's default."""
+    """Details of FSDP, with the names of Accelerate. Null: the default of the backend."""
 
     shard_group_size: Ranks | None = None
-    """Ranks (on XLA: devices) that shard one replica of the state in hybrid_shard and hybrid_shard_zero2.
-    Null: the ranks of one node (on XLA: the devices of one slice)."""
+    """Number of ranks (on XLA: devices) that share one sharded copy of the state in hybrid_shard and
+    hybrid_shard_zero2. Null: the ranks of one node (on XLA: the devices of one slice)."""
     auto_wrap_policy: (
         Annotated[Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"], AnyCase] | None
     ) = None
-    """Units of sharding: each transformer layer, each module of at least fsdp.min_num_params parameters, or
-    the whole model. Null: each transformer layer."""
+    """Modules that are sharded and gathered as a unit: each transformer layer, each module of at least
+    fsdp.min_num_params parameters, or the entire model. Null: each transformer layer."""
     transformer_layer_cls_to_wrap: Names | None = None
-    """Class names of the layers that transformer_based_wrap wraps. Null: those that the model declares."""
+    """Class names of the layers for transformer_based_wrap. Null: the classes that the model declares."""
     min_num_params: ModuleSize | None = None
-    """Smallest module, in parameters, that size_based_wrap wraps."""
+    """Smallest module for size_based_wrap, in parameters."""
     forward_prefetch: Flag | None = None
-    """Gather the next unit's parameters during the current unit's forward pass: more overlap, more memory."""
+    """Gather the parameters of the next unit during the forward pass of the current unit. Hides more
+    communication and needs more memory."""
     backward_prefetch: Annotated[Literal["backward_pre", "backward_post", "no_prefetch"], AnyCase] | None = (
         None
     )
-    """When the backward pass gathers the next unit: before this unit's gradients (backward_pre, most overlap;
-    the default), or after them (backward_post and no_prefetch, the same in FSDP2: less memory)."""
+    """When the backward pass gathers the next unit. backward_pre, the default: before the gradients of the
+    current unit, which hides the most communication. backward_post and no_prefetch are the same in FSDP2:
+    after the gradients, which needs less memory."""
 
 
 class Fp16Config(Section):
-    """Dynamic loss scaling of precision fp16. The names are DeepSpeed's."""
+    """Dynamic loss scaling for precision fp16, with the names of DeepSpeed."""
 
     initial_scale_power: ScalePower = 16
-    """The initial scale is 2 to this power. Lower it to skip fewer updates at the start."""
+    """Initial loss scale as a power of 2. Lower it if the first updates are skipped."""
     loss_scale_window: Times = 1000
-    """Updates without an overflow after which the scale is doubled."""
+    """Number of updates without an overflow after which the scale is doubled."""
     hysteresis: Times = 2
-    """Overflows since the last doubling until the scale is halved. 1: every overflow halves it."""
+    """Number of overflows since the last doubling after which the scale is halved. 1: every overflow halves
+    the scale."""
     min_loss_scale: LossScale = 1.0
-    """Minimum scale. The run ends if gradients overflow at this scale."""
+    """Smallest loss scale. The run ends if gradients overflow at this scale."""
 
 
 class DeepSpeedConfig(Section):
-    """DeepSpeed's settings, for zero1, zero2 and zero3."""
+    """DeepSpeed's own settings, for strategies zero1, zero2 and zero3."""
 
     config: PathText | OpenMapping | None = None
     """A DeepSpeed JSON file, or its content as a mapping. Its auto values are filled in from this config. The
-    JSON overrides defaults of this config; a setting that differs from the JSON is an error."""
+    JSON overrides the defaults of this config; if a setting in this config differs from the JSON, the run is
+    refused."""
 
 
 class XlaConfig(Section):
-    """Details of XLA. Null: the backend's default."""
+    """Details of XLA. Null: the default of the backend."""
 
     buffer_dtype: XlaDtype | None = None
     """Dtype of buffers in the computation."""
     shard_param_on_dim_0: Flag | None = None
-    """Shard each parameter along its first dim, also if another is longer."""
+    """Shard every parameter along its first dimension, even if another dimension is longer."""
     optimization_barrier_in_backward: Flag | None = None
-    """Keep the compiler from merging the gathers of different units in the backward pass."""
+    """Prevent the compiler from merging the gathers of different units in the backward pass."""
     sharding: dict[str, Dimension | None] | None = None
-    """The sharded dim of parameters, to override the default: a mapping from regular expressions, searched in
-    parameter names, to a dim, or null to replicate. The first match counts."""
+    """Dimension along which parameters are sharded, as a mapping from regular expressions, which are searched
+    in parameter names, to a dimension, or to null to replicate the parameter. The first match counts.
+    Parameters without a match are sharded as usual."""
     scan_layers: Flag = False
-    """Compile layers that are alike once and run them in a loop, so that compile time does not grow with
-    depth."""
+    """Compile identical layers once and run them in a loop, so that compile time does not grow with the
+    number of layers."""
     attention_rows: Length | None = None
-    """Compute attention for this many tokens of a sequence at a time: its scores take memory for these rows
-    alone, and are computed again in the backward pass. Null: all at once."""
+    """Compute attention for this many tokens of a sequence at once. Only the scores of these tokens are in
+    memory, and they are computed again in the backward pass. Null: all tokens at once."""
     compilation_cache: PathText = "auto"
-    """Folder that caches compiled graphs, or none. auto: on a TPU a folder in the user's cache; none on
-    virtual devices, whose graphs cannot be cached."""
+    """Folder that caches compiled graphs, or none. auto: on a TPU, a folder in the cache of the user; on
+    virtual devices none, because their graphs cannot be cached."""
 
 
 class CheckpointConfig(Section):
-    """Saving and resuming."""
+    """Saving, resuming, and the export at the end."""
 
     every_steps: Times | None = 100
-    """Steps between checkpoints. Null: only when the run stops."""
+    """Steps between checkpoints. Null: save only when the run stops."""
     every_epochs: Epochs | None = None
     """Passes over the data between checkpoints, instead of checkpoint.every_steps."""
     keep: Times | None = 3
-    """Newest checkpoints to keep; older ones are deleted. Null: all."""
+    """Number of newest checkpoints that are kept; older checkpoints are deleted. Null: keep all."""
     keep_best: Times | None = None
-    """Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest; an evaluation
-    among the best saves one. Null: the newest alone."""
+    """Number of checkpoints with the best checkpoint.best_metric that are kept in addition to the newest. An
+    evaluation that is among the best saves a checkpoint. Null: keep only the newest."""
     best_metric: str | None = Field(default=None, min_length=1)
-    """The value to compare, by its name in metrics.jsonl: eval_accuracy, or eval_loss/news for the source
-    news. Null: eval_loss, of the first source."""
+    """Metric that ranks checkpoints, by its name in metrics.jsonl: eval_accuracy, or eval_loss/news for the
+    source news. Null: the eval_loss of the first source."""
     best_mode: Literal["auto", "min", "max"] = "auto"
-    """Which value is better. auto: as the metric has it; a metric of your own may have higher_is_better."""
+    """Whether the lowest (min) or the highest (max) value is the best. auto: as is usual for the metric; a
+    custom metric may define higher_is_better."""
+    async_: Flag = Field(default=True, alias="async")
+    """Write checkpoints in the background, from a copy of the state in host memory. False: training waits
+    until a checkpoint is on disk, and there is no copy."""
+    resume: PathText = "auto"
+    """auto resumes from the newest complete checkpoint in output_dir, if there is one. never refuses a folder
+    with checkpoints. A path or URL names a checkpoint to start from while output_dir has none, also a
+    checkpoint of another program (docs/moving.md)."""
+    allow_changes: Flag = False
+    """Continue the run in output_dir even if settings of the optimizer or the schedule have changed, such as
+    train.learning_rate. More train.steps or train.epochs are always allowed."""
+    resume_step: Steps | None = None
+    """Number of optimizer steps that count as done in a checkpoint of another program in checkpoint.resume.
+    The schedule continues from there; 0 restarts it. Null: the step that the checkpoint contains."""
+    resume_samples: Samples | None = None
+    """Number of sequences that count as consumed in a checkpoint of another program. The order of the data
+    continues from there. Null: the number that the checkpoint contains, or its steps times
+    train.global_batch_size."""
+    export: Flag | Literal["merged", "like_base"] = True
+    """At the end, write safetensors for from_pretrained into <output_dir>/final: the model, or only the
+    adapter, in peft's format. merged: the model with the adapter merged into it. like_base: quantized like
+    model.name_or_path, with an adapter merged into it."""
     export_best: Flag = False
-    """Write <output_dir>/final from the best checkpoint, not the last."""
+    """Write <output_dir>/final from the best checkpoint instead of the last."""
     export_ema: Flag = False
     """Write <output_dir>/final from the average of the weights (train.ema)."""
-    async_: Flag = Field(default=True, alias="async")
-    """Write in the background, from a copy of the state in host memory. False: wait for the disk, without a
-    copy."""
-    resume: PathText = "auto"
-    """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder
-    with checkpoints. Or, while output_dir has none, the path or URL of a checkpoint to start from, this
-    program's or another's (docs/moving.md)."""
-    allow_changes: Flag = False
-    """Continue the run in output_dir although settings of the optimizer or the schedule have changed, such as
-    train.learning_rate. More train.steps or train.epochs need no permission."""
-    resume_step: Steps | None = None
-    """Optimizer steps that count as done at another program's checkpoint in checkpoint.resume. The schedule
-    continues from there; 0 restarts it. Null: the checkpoint's own count."""
-    resume_samples: Samples | None = None
-    """Sequences that count as consumed there. This run's data order continues from there. Null: the
-    checkpoint's own count, or its steps times train.global_batch_size."""
     staging_dir: PathText | None = None
-    """If output_dir is a URL: a local folder for shards before their upload, with space for this machine's
-    share of one checkpoint. Null: in the system's temporary folder."""
+    """If output_dir is a URL: local folder for shards before their upload. It needs space for the part of a
+    checkpoint that this machine writes. Null: the temporary folder of the system."""
     max_outage_minutes: Minutes = 60.0
-    """If output_dir is a URL: for how many minutes saves may fail because the store is away. The steps go on
-    meanwhile, and each save tries again."""
-    export: Flag | Literal["merged", "like_base"] = True
-    """At the end, write safetensors into <output_dir>/final for from_pretrained: the model, or the adapter
-    alone, in peft's format. merged: the model with the adapter merged into it. like_base: quantized as
-    model.name_or_path is, also with an adapter merged into it."""
+    """If output_dir is a URL: minutes for which saves may fail because the object store does not answer.
+    Training continues, and each save tries again."""
 
     @property
     def saves_on_the_way(self) -> bool:
@@ -672,43 +700,46 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Reports during the run."""
+    """Logs, trackers and samples of the run."""
 
     every_steps: Times = 10
-    """Steps between lines in metrics.jsonl and on the console. Each is a host sync."""
+    """Steps between lines in metrics.jsonl and on the console. Each line synchronizes the host with the
+    device."""
     hang_timeout: Seconds | None = 480.0
-    """Seconds without a new batch after which every rank writes its stacks to <output_dir>/hang/ and exits;
-    the first batch may take four times as long. Null: no limit."""
+    """Seconds without a new batch after which every rank writes its stack traces to <output_dir>/hang/ and
+    exits. The first batch may take four times as long. Null: no limit."""
     memory_snapshot: Flag = False
-    """Record GPU memory allocations, and write them to <output_dir>/memory/ if memory runs out, for
+    """Record allocations of GPU memory. If memory runs out, they are written to <output_dir>/memory/ for
     https://pytorch.org/memory_viz. Costs a few percent of speed. GPUs only."""
     trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = ("tensorboard",)
-    """Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard need their own
-    package. Or package.module:name, a class with the methods of accelerate.tracking.GeneralTracker."""
+    """Trackers for the metrics, in addition to metrics.jsonl. []: none. Every tracker except tensorboard
+    needs its own package. Or a custom class with the methods of accelerate.tracking.GeneralTracker, written
+    package.module:name."""
     project: str | None = Field(default=None, min_length=1)
-    """Project of the run at the trackers. Null: WANDB_PROJECT (or the other's variable), else the name of the
-    folder that output_dir lies in."""
+    """Project of the run in trackers. Null: WANDB_PROJECT (or the variable of another tracker), otherwise the
+    name of the folder that contains output_dir."""
     name: str | None = Field(default=None, min_length=1)
-    """Name of the run there. Null: the last part of output_dir. All launches of a run are one run there."""
+    """Name of the run in trackers. All launches of a run appear as one run. Null: the last part of
+    output_dir."""
     sample_prompt: str | None = Field(default=None, min_length=1)
-    """Text that the model continues at the end of the run (generative models). Null: the start of a held-out
-    text."""
+    """Text that a generative model continues at the end of the run. Null: the start of a held-out text."""
     sample_tokens: GeneratedTokens = 64
-    """Tokens to generate in that sample. 0: no sample."""
+    """Number of tokens to generate in that sample. 0: no sample."""
     quiet: Flag = False
-    """Print warnings and errors only (--quiet); log.txt in the run's folder has the rest."""
+    """Print only warnings and errors (--quiet). Everything else is still written to log.txt in the folder of
+    the run."""
 
 
 class HubConfig(Section):
-    """Uploads of exports to the Hugging Face hub."""
+    """Uploads of exports to the Hugging Face Hub."""
 
     push: Literal["end", "checkpoints"] | None = None
-    """What to upload: <output_dir>/final at the end, with a model card (end), or also the export of every
-    checkpoint, each as a commit (checkpoints). Null: nothing. Optimizer states and data stay here. The token
-    comes from HF_TOKEN or hf auth login."""
+    """Files to upload. end: <output_dir>/final with a model card, at the end. checkpoints: also the export of
+    every checkpoint, each as a commit. Optimizer state and data are never uploaded. The token comes from
+    HF_TOKEN or hf auth login. Null: nothing."""
     repo: str | None = Field(default=None, min_length=1)
-    """Repository, such as organization/name. It is created if there is none. Null: the last part of
-    output_dir, under the name of the token's user."""
+    """Repository, such as organization/name. It is created if it does not exist. Null: the last part of
+    output_dir, under the user name of the token."""
     private: Flag = True
-    """Create a private repository, and refuse one that is public. False: create a public one; an existing one
-    stays as it is."""
+    """Create a private repository, and refuse a repository that is public. False: create a public repository;
+    the visibility of an existing repository does not change."""

@@ -1,23 +1,23 @@
-"""The sources that a run trains and evaluates on, each with the whole ``data`` section as it has it."""
+"""Sources that a run trains and evaluates on, each with a complete ``data`` section."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.similar_names import suggest_name
 from portable.config.rules import Problem
 from portable.config.sections import DataConfig, MixedSource, SourceConfig
-from portable.config.suggest import did_you_mean_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ALONE = ""
-"""The name of a source that is the only one."""
+"""Name of a source that is the only source of a run."""
 HELD_OUT = "held_out"
-"""The name of the share that ``data.eval_fraction`` holds out, beside sources of ``data.eval``."""
-_OF_ONE_SOURCE = ("config_name", "split", "max_samples", "format")
-"""Not taken over by a source of its own: which part of the training's source is read, and as what."""
-_ALONE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedule": ()}
+"""Name of the share that ``data.eval_fraction`` holds out, if there are sources in ``data.eval`` as well."""
+_NOT_INHERITED = ("config_name", "split", "max_samples", "format")
+"""Settings that a source of an evaluation or a mixture does not inherit if it names its own data."""
+_WITHOUT_MIXTURE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedule": ()}
 
 RECORD_FIELDS = {
     *("text", "target", "label", "messages", "conversations", "prompt", "completion", "chosen"),
@@ -40,43 +40,44 @@ def renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
 
 
 def training_key(name: str) -> str:
-    """The dotted key of the source ``name``; of the ``data`` section for the only source of a run."""
+    """Return the dotted key of the source ``name``, or ``data`` for the only source of a run."""
     return f"data.sources.{name}" if name else "data"
 
 
 def eval_key(name: str) -> str:
-    """The dotted key of the evaluation source ``name``."""
+    """Return the dotted key of the evaluation source ``name``."""
     return f"data.eval.{name}" if name else "data.eval"
 
 
 def training_names(data: DataConfig) -> tuple[str, ...]:
-    """The names of the sources of a mixture, none without ``data.sources``."""
-    return tuple(one.name for one in data.sources)
+    """Return the names of the sources of a mixture. Empty without ``data.sources``."""
+    return tuple(source.name for source in data.sources)
 
 
 def training_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """The settings of each source to train on, by name; ``ALONE`` for one without ``data.sources``."""
-    return {one.name: _settings(data, one, {}) for one in data.sources} or {ALONE: data}
+    """Return the settings of each training source by name. The only source has the name ``ALONE``."""
+    return {source.name: _merge_settings(data, source, {}) for source in data.sources} or {ALONE: data}
 
 
 def weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
-    """The steps from which ``data.weight_schedule`` gives other weights, with these by name."""
+    """Return the first step and the weights by name of each entry of ``data.weight_schedule``."""
     return [(phase.step, phase.weights) for phase in data.weight_schedule]
 
 
 def evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """The settings of each evaluation source, by name; ``ALONE`` for a single one, empty without any."""
-    return {name: _settings(data, one, {"eval_fraction": 0.0}) for name, one in _evaluated(data).items()}
+    """Return the settings of each evaluation source by name. The only source has the name ``ALONE``."""
+    sources = _get_evaluation_sources(data)
+    return {name: _merge_settings(data, source, {"eval_fraction": 0.0}) for name, source in sources.items()}
 
 
 def evaluation_names(data: DataConfig) -> list[str]:
-    """The names of all that a run evaluates on."""
-    names = list(_evaluated(data))
+    """Return the names of all data that a run evaluates on."""
+    names = list(_get_evaluation_sources(data))
     return names if data.eval_fraction == 0 else [*names, *(training_names(data) or [held_out_name(data)])]
 
 
 def held_out_name(data: DataConfig) -> str:
-    """The name of what the only source of a run holds out."""
+    """Return the name of the data that the only source of a run holds out."""
     return HELD_OUT if data.eval is not None else ALONE
 
 
@@ -97,7 +98,7 @@ def check_mixture(data: DataConfig) -> Iterator[Problem]:
         yield from _check_has_data(key, source)
         if source.weight is not None and source.epochs is not None:
             yield Problem((key,), f"{key}: has a weight and epochs; remove one of the two")
-        if _settings(data, source, {}).stream and source.weight is None:
+        if _merge_settings(data, source, {}).stream and source.weight is None:
             yield Problem((key,), f"{key}: a stream has no epochs that are known; give it a weight")
     weighted = [source.name for source in data.sources if source.weight is not None]
     if weighted and len(weighted) < len(data.sources):
@@ -108,7 +109,7 @@ def check_mixture(data: DataConfig) -> Iterator[Problem]:
         )
     if weighted and not any(source.weight for source in data.sources):
         yield Problem(("data.sources",), "data.sources: all weights are 0; raise one")
-    for name, evaluated in _evaluated(data).items():
+    for name, evaluated in _get_evaluation_sources(data).items():
         key = eval_key(name)
         yield from _check_has_data(key, evaluated)
         if name in (training_names(data) or (HELD_OUT,)) and data.eval_fraction != 0:
@@ -131,7 +132,7 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[Problem]:
             yield Problem((key,), f"{key}: entry {number}: {reason}")
         previous = phase.step
         for name in phase.weights.keys() - set(names):
-            hint = did_you_mean_word("data.sources", name, names) or f"; there are {', '.join(names)}"
+            hint = suggest_name(name, names) or f"; there are {', '.join(names)}"
             yield Problem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
         if not any(phase.weights.values()):
             yield Problem((key,), f"{key}: entry {number}: all weights are 0; raise one")
@@ -143,16 +144,22 @@ def _check_has_data(key: str, source: SourceConfig) -> Iterator[Problem]:
         yield Problem((key,), reason)
 
 
-def _evaluated(data: DataConfig) -> dict[str, SourceConfig]:
+def _get_evaluation_sources(data: DataConfig) -> dict[str, SourceConfig]:
     if data.eval is None:
         return {}
     return {ALONE: data.eval} if isinstance(data.eval, SourceConfig) else data.eval
 
 
-def _settings(data: DataConfig, one: SourceConfig, more: dict[str, Any]) -> DataConfig:
-    """The ``data`` section as a source has it: what ``one`` leaves out is as there."""
-    own = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
-    given = {name: getattr(one, name) for name in one.model_fields_set - own}
-    if "source" in given:
-        given = {name: SourceConfig.model_fields[name].default for name in _OF_ONE_SOURCE} | given
-    return data.model_copy(update=_ALONE | more | given)
+def _merge_settings(data: DataConfig, source: SourceConfig, more: dict[str, Any]) -> DataConfig:
+    """Return the ``data`` section with the settings of one source.
+
+    Args:
+        data: Section that provides the settings that the source does not set.
+        source: Settings of the source.
+        more: Further settings, which the source may override.
+    """
+    of_mixture = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
+    values = {name: getattr(source, name) for name in source.model_fields_set - of_mixture}
+    if "source" in values:
+        values = {name: SourceConfig.model_fields[name].default for name in _NOT_INHERITED} | values
+    return data.model_copy(update=_WITHOUT_MIXTURE | more | values)

@@ -33,7 +33,7 @@ _MAX_DEPTH = 50
 
 
 class Section(BaseModel):
-    """A group of settings: no unknown keys, strict types, frozen. The text below a field describes it."""
+    """A group of settings: strict, frozen, without unknown keys. The text below a field describes it."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -42,9 +42,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_text(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse characters that no path, name or file of text can have, in every setting alike."""
+        """Refuse characters that no path, name or text file can have, in every setting."""
         kind = cls.model_fields[info.field_name or ""].annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # its own fields are checked
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # the section checks its own fields
             for text in _iter_texts(value):
                 if _IMPOSSIBLE.search(text):
                     raise ValueError("contains a NUL character or half a surrogate pair; remove it")
@@ -52,10 +52,11 @@ class Section(BaseModel):
 
 
 _IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-"""U+DC80 to U+DCFF stand for the bytes of file names that are not UTF-8."""
+"""U+DC80 to U+DCFF are allowed, because they encode the bytes of file names that are not UTF-8."""
 
 
 def _iter_texts(value: object) -> Iterator[str]:
+    """Yield the texts in a value, also in the keys of mappings."""
     pending = [(value, 0)]
     while pending:
         value, depth = pending.pop()
@@ -67,56 +68,56 @@ def _iter_texts(value: object) -> Iterator[str]:
 
 
 def truth(value: Any) -> Any:
-    """The boolean that ``yes``, ``no``, ``on``, ``off`` and the like stand for; other values as they are."""
+    """Convert ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false``. Other values do not change."""
     return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _plain(value: object, depth: int = 0) -> object:
+def _to_plain(value: object, depth: int = 0) -> object:
     """Convert ``value`` to types that YAML and JSON support. Keys become text, as in JSON."""
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, dict):
-        return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
+        return {_to_text_key(key): _to_plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
+        return [_to_plain(item, depth + 1) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(f"contains a {type(value).__name__}, which YAML cannot express")
 
 
-def _key(key: object) -> str:
+def _to_text_key(key: object) -> str:
     if key is None or isinstance(key, bool | int | float | str):
         return str(key)
     raise ValueError(f"has a key of type {type(key).__name__}")
 
 
-def _plain_mapping(value: object) -> object:
-    return _plain(value) if isinstance(value, dict) else value
+def _convert_mapping(value: object) -> object:
+    return _to_plain(value) if isinstance(value, dict) else value
 
 
-def _one_or_many(value: object) -> object:
+def _wrap_single_text(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def _pattern_alone(value: object) -> object:
-    """Take a list of one text that cannot be a name, which is how a flag gives a pattern, for the text."""
+def _unwrap_single_pattern(value: object) -> object:
+    """Return the only text of a list if it cannot be a name. A flag gives a pattern as such a list."""
     alone = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
     return alone if isinstance(alone, str) and not re.fullmatch(r"[\w.]+", alone) else value
 
 
-def _lower(value: object) -> object:
+def _lower_case(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
 class MayBePath:
-    """Marks a type whose text may be a path or a URL; see ``Setting.may_be_path``."""
+    """Mark of a type whose text may be a path or a URL; see ``Setting.may_be_path``."""
 
 
 _MAX_NAME, _MAX_PATH = 255, 4095
-"""Bytes of a file name and of a path, which Linux and macOS take."""
+"""Largest number of bytes of a file name and of a path on Linux and macOS."""
 
 
-def _expanded(value: object) -> object:
+def _expand(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -134,38 +135,38 @@ def _expanded(value: object) -> object:
     return text
 
 
-PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expanded), MayBePath()]
+PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expand), MayBePath()]
 """Text that may be a path or a URL (or a hub id, or auto): ``~`` and ``${VAR}`` are resolved."""
 
 Flag = Annotated[bool, BeforeValidator(truth)]
 """A boolean; accepts the words yes, no, on and off, too."""
 
-OpenMapping = Annotated[dict[str, Any], BeforeValidator(_plain_mapping)]
+OpenMapping = Annotated[dict[str, Any], BeforeValidator(_convert_mapping)]
 """A mapping with keys of another library (a model config, a DeepSpeed JSON), as plain values."""
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Field(strict=False)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_wrap_single_text), Field(strict=False)]
 """A list of names; a single name needs no brackets."""
 
 Columns = Annotated[
-    Annotated[tuple[str, ...], Field(strict=False)] | dict[str, str], BeforeValidator(_one_or_many)
+    Annotated[tuple[str, ...], Field(strict=False)] | dict[str, str], BeforeValidator(_wrap_single_text)
 ]
 """A list of names, or a mapping from names to the fields of a record that have their values."""
 
 
-def _canonical(value: object) -> object:
+def _normalize_code_name(value: object) -> object:
     return str(plugins.parse(value)) if isinstance(value, str) else value
 
 
-PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_canonical)]
-"""A name of code of the user's, see :mod:`portable.plugins`; equal ones have equal text."""
+PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_normalize_code_name)]
+"""Name of custom code, see :mod:`portable.plugins`. Equal names have equal text."""
 
 
-def _code_or_name(value: object, name: Callable[[object], object]) -> object:
-    return _canonical(value) if plugins.names_code(value) else name(value)
+def _accept_code_or_name(value: object, name: Callable[[object], object]) -> object:
+    return _normalize_code_name(value) if plugins.names_code(value) else name(value)
 
 
-OrPlugIn = WrapValidator(_code_or_name, json_schema_input_type=str)
-"""Makes a type of names also take that of code of the user's."""
+OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
+"""Lets a type of names also accept the name of custom code."""
 
 
 def _check_backend_name(value: str) -> str:
@@ -180,13 +181,13 @@ CompileBackend = Annotated[str, AfterValidator(_check_backend_name)]
 _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 
 
-def _kernel_or_name(value: object, name: Callable[[object], object]) -> object:
+def _accept_kernel_or_name(value: object, name: Callable[[object], object]) -> object:
     return value if isinstance(value, str) and _HUB_KERNEL.fullmatch(value) else name(value)
 
 
-OrHubKernel = WrapValidator(_kernel_or_name, json_schema_input_type=str)
-"""Makes a type of names also take that of a kernel on the hub, ``kernels-community/flash-attn3``."""
+OrHubKernel = WrapValidator(_accept_kernel_or_name, json_schema_input_type=str)
+"""Lets a type of names also accept a kernel on the hub, such as ``kernels-community/flash-attn3``."""
 
-OneOrMany = BeforeValidator(_one_or_many)
-NamesOrPattern = BeforeValidator(_pattern_alone)
-AnyCase = BeforeValidator(_lower)
+OneOrMany = BeforeValidator(_wrap_single_text)
+NamesOrPattern = BeforeValidator(_unwrap_single_pattern)
+AnyCase = BeforeValidator(_lower_case)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from converters.similar_names import suggest_name
 from portable.config.origins import shown
-from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line, require
 from portable.importing.foreign_keys import (
     ForeignKey,
@@ -341,7 +341,7 @@ def check_adam_w_mode(value: Any, file: ForeignFile) -> None:
 def read_scheduler(value: Any, _: ForeignFile) -> Any:
     """Read the type of the scheduler."""
     if value not in SCHEDULERS:
-        remedy = did_you_mean(str(value), SCHEDULERS) or "; remove it and set train.schedule"
+        remedy = suggest_name(str(value), SCHEDULERS) or "; remove it and set train.schedule"
         raise NoCounterpart(f"{shown(value)} is not supported{remedy}")
     return value
 

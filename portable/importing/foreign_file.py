@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from converters.similar_names import find_similar
 from portable.config.origins import Origin, shown
-from portable.config.suggest import nearest
 from portable.config.types import truth
 from portable.errors import UserError, one_line
 from portable.importing.foreign_keys import ForeignKey, ForeignKeys, NoCounterpart, NoEffect, is_off
@@ -77,7 +77,7 @@ def refuse_unknown(file: ForeignFile, value: Any) -> None:
     """
     section = ".".join((*file.path[:-1], ""))
     names = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
-    near = nearest(file.path[-1], names)
+    near = next(iter(find_similar(file.path[-1], names)), None)
     if value is None or (is_off(truth(value)) and not near):
         return
     hint = f"; did you mean {near}?" if near else ""

@@ -7,7 +7,6 @@ and allocates them, and their values then arrive layer by layer or tensor by ten
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import re
 import textwrap
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from converters.similar_names import suggest_name
 from converters.storage.path_or_url import suggest_path
 from portable import plugins
 from portable.config.derived import BY_TRAINING, classify_training
@@ -67,7 +67,7 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
     try:
         known = AutoConfig.for_model(model_type)
     except ValueError as error:
-        near = _nearest(model_type, of_transformers.model_types())
+        near = suggest_name(model_type, of_transformers.model_types())
         raise UserError(
             f"model.config.model_type: transformers has no model type {model_type!r}{near or '; change it'}; "
             "for a custom type, set model.function to a function of the module that registers it"
@@ -249,7 +249,7 @@ def _check_keys(known: PretrainedConfig, given: Mapping[str, Any]) -> None:
         taken = _has_setting(known, key) or (key in _ROPE_KEYS and hasattr(known, "rope_parameters"))
         taken = taken or _is_ignored(key, given[key]) or _is_generation_setting(key)
         if not (taken or _is_read(known, key)):
-            near = _nearest(key, known.to_dict())
+            near = suggest_name(key, known.to_dict())
             raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
 
 
@@ -760,8 +760,3 @@ def _reserved_positions(model: nn.Module) -> int:
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
             reserved = max(reserved, module.padding_idx + 1)
     return reserved
-
-
-def _nearest(word: str, names: Any) -> str:
-    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""

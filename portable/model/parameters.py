@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from converters.similar_names import find_similar
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _nearest(pattern: str, names: Collection[str]) -> str:
     """The end of a message: the parts of ``names`` that are most like ``pattern``."""
     words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
     wanted = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)
-    near = [near for word in wanted for near in difflib.get_close_matches(word, words, n=2) if near != word]
+    near = [near for word in wanted for near in find_similar(word, words, count=2) if near != word]
     if near:
         return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
     alike = [name for name in names if set(wanted) & set(name.split("."))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from converters.similar_names import suggest_name
 from portable.config.derived import warms_up, warmup_steps
 from portable.config.rules import Problem, format_setting, is_zero
-from portable.config.suggest import did_you_mean
 from portable.optim.schedule import (
     ZERO_ONLY,
     ScheduleParamsError,
@@ -54,7 +54,7 @@ def check_schedule_params(config: RunConfig) -> Iterator[Problem]:
     params = schedule_params(train.schedule)
     for name in train.schedule_params:
         if name not in params:
-            hint = did_you_mean(name, params) or f"; {train.schedule} takes {', '.join(params) or 'none'}"
+            hint = suggest_name(name, params) or f"; {train.schedule} takes {', '.join(params) or 'none'}"
             key = f"train.schedule_params.{name}"
             yield Problem((key,), f"unknown key {key}{hint}")
     try:

@@ -10,8 +10,8 @@ from converters.storage.safe_open import LinkError, read_small
 from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes, load_config
-from portable.config.load import MAX_BYTES
 from portable.config.same_run import LENGTH, extends, may_change_in_new_folder
+from portable.config.yaml_text import MAX_BYTES
 from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, FINAL, exists, storage_errors
 

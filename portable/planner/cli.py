@@ -15,7 +15,7 @@ from pydantic import Field
 from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.checks import check
-from portable.config.arguments import CommandOptions, Count, read_command
+from portable.command_line import CommandOptions, Count, read_command
 from portable.config.types import Flag  # noqa: TC001  (pydantic reads it)
 from portable.errors import UserError, report, require
 from portable.formatting import table

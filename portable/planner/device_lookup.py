@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from portable.config.suggest import did_you_mean
+from converters.similar_names import suggest_name
 from portable.errors import UserError
 from portable.planner.device import NOT_MEASURED, Device
 from portable.registry import BACKENDS, PLANNED_FOR_AUTO, backend_package
@@ -67,7 +67,7 @@ def named(name: str, flag: str = "--device") -> Device:
             return device
     if _APPLE.fullmatch(key):
         raise UserError(f"{flag}: no backend supports Apple GPUs; use cpu to train on the CPU")
-    hint = did_you_mean(plain, known) or f"; known are {', '.join(known)}, cpu"
+    hint = suggest_name(plain, known) or f"; known are {', '.join(known)}, cpu"
     other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
     raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
 

@@ -15,7 +15,7 @@ from portable import plugins
 from portable.adapters.settings import KINDS
 from portable.config import keys
 from portable.config.sources import training_sources
-from portable.config.yaml_text import as_yaml
+from portable.config.yaml_writer import as_yaml
 from portable.private.of_transformers import causal_lm_class, model_types
 from portable.reporting.metrics import is_evaluation
 

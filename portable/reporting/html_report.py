@@ -23,7 +23,7 @@ from converters.containers.pickle_reader import plain
 from converters.errors import printable, redact
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import LinkError, read_small
-from portable.config.flags import path_given
+from portable.config.flags import expand_path
 from portable.config.yaml_text import parse
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
@@ -437,7 +437,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folders = [place_of("RUN", run) for run in arguments.runs]
         beside = next((folder for folder in folders if len(folders) == 1 and not in_store(folder)), Path())
-        out = Path(path_given("--out", arguments.out)) if arguments.out else beside / REPORT_FILE
+        out = Path(expand_path("--out", arguments.out)) if arguments.out else beside / REPORT_FILE
         with storage_errors("RUN"):
             warnings = write_report(folders, out)
         for line in warnings:

@@ -14,7 +14,8 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import ComputeEnvironment
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-from portable.config import Invocation, RunConfig, load_config, parse_args
+from portable.command_line import Invocation, parse_args
+from portable.config import RunConfig, load_config
 from portable.errors import UserError
 from portable.importing.programs import read_environment
 from portable.run.rank import run_rank

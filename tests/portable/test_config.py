@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from portable.checks import check, find_problems
-from portable.config import RunConfig, dump_yaml, find_changes, keys, load_config, parse_args
-from portable.config.arguments import TrainOptions
+from portable.command_line import TrainOptions, parse_args
+from portable.config import RunConfig, dump_yaml, find_changes, keys, load_config
 from portable.config.numbers import Reason
 from portable.config.same_run import ADJUSTABLE
 from portable.config.yaml_text import parse

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from portable.cli import main
-from portable.config import RunConfig, keys, load_config, parse_args
+from portable.command_line import parse_args
+from portable.config import RunConfig, keys, load_config
 from portable.errors import UserError
 from tests.runs import checked
 

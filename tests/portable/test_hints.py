@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from portable.config import RunConfig, keys, load_config, parse_args
-from portable.config.arguments import TrainOptions
+from portable.command_line import TrainOptions, parse_args
+from portable.config import RunConfig, keys, load_config
 from portable.errors import UserError
-from portable.importing.hints import KEYS
+from portable.importing.hints import FOREIGN_NAMES
 from portable.registry import World
 from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps, warn_of_rare_checkpoints
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
-HINTS = sorted({remedy for remedy in KEYS.values() if " " in remedy})
+HINTS = sorted({remedy for remedy in FOREIGN_NAMES.keys.values() if " " in remedy})
 
 
 @pytest.mark.parametrize("hint", HINTS)
@@ -39,7 +39,7 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
         load_config({name: 1})
     with pytest.raises(UserError) as as_a_flag:
         parse_args([f"--{name}", "1"])
-    remedy_of_name = KEYS.get(name)
+    remedy_of_name = FOREIGN_NAMES.keys.get(name)
     for text, start in ((str(in_a_file.value), "unknown key "), (str(as_a_flag.value), "unknown flag --")):
         told, _, remedy = text.partition("; ")
         assert name in told if name in SECTIONS else text.startswith(f"{start}{name}; ")

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from portable.cli import main
-from portable.config import dump_yaml, parse_args
+from portable.command_line import parse_args
+from portable.config import dump_yaml
 from tests.object_store import ObjectStore
 from tests.ranks import wait_for
 from tests.runs import configured

@@ -17,7 +17,8 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
-from portable.config import Invocation, RunConfig, keys, parse_args
+from portable.command_line import Invocation, parse_args
+from portable.config import RunConfig, keys
 from portable.errors import UserError
 from portable.importing.programs import read_environment
 from tests.published import Shape, shapes

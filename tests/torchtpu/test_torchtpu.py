@@ -16,7 +16,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portable.checks import check
-from portable.config.yaml_text import dump_yaml
+from portable.config.yaml_writer import dump_yaml
 from portable.errors import UserError
 from portable.planner.cli import main as plan
 from portable.registry import backend_package, resolve_backend

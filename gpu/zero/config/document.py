@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.zero import private_api
 from gpu.zero.config.schema import check, drop_unset
-from portable.config.load import read_text
 from portable.config.origins import shown
+from portable.config.yaml_text import read_text
 from portable.errors import UserError, one_line, require
 from portable.importing.deepspeed import AUTO, parse_json
 from portable.importing.programs import convert_deepspeed, open_deepspeed

@@ -14,7 +14,7 @@ from gpu.zero.config.document import KEY, Document
 from portable.checks import check
 from portable.config import keys
 from portable.config.origins import shown
-from portable.config.problems import mistake_in
+from portable.config.validation import find_mistake
 from portable.errors import UserError, require
 from portable.importing.deepspeed import AUTO
 
@@ -58,7 +58,7 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         if spared.get(key) or (key.startswith("fp16.") and precision != "fp16"):
             continue
         origin = imported.origins[key].text
-        if (mistake := mistake_in(type(config), key, value)) is not None:
+        if (mistake := find_mistake(type(config), key, value)) is not None:
             raise UserError(f"{origin}: {mistake}")
         if key not in imported.assumed:
             put(key, value, origin)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
+from converters.similar_names import suggest_name
 from gpu.zero import private_api
 from portable.config import keys
 from portable.config.origins import shown
-from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 from portable.importing.deepspeed import AUTO, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
 from portable.importing.foreign_keys import is_off
@@ -269,7 +269,7 @@ def drop_unset(document: dict[str, Any]) -> list[Path]:
     removed: list[Path] = []
     for path, names in judge(document).unknown.items():
         section_values = _find_section(document, path[:-1])
-        if is_off(section_values.get(path[-1])) and not did_you_mean(path[-1], names):
+        if is_off(section_values.get(path[-1])) and not suggest_name(path[-1], names):
             del section_values[path[-1]]
             removed.append(path)
     return removed
@@ -327,7 +327,7 @@ def _names_in(values: dict[str, Any]) -> set[str]:
 def _describe_unknown(unknown: Mapping[Path, list[str]]) -> str:
     hints = []
     for path, names in unknown.items():
-        hints.append(".".join(path) + did_you_mean(path[-1], names, prefix=".".join((*path[:-1], ""))))
+        hints.append(".".join(path) + suggest_name(path[-1], names, prefix=".".join((*path[:-1], ""))))
     if len(hints) > 1:
         listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
         return f"unknown keys {', '.join(listed)}"

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from converters.similar_names import find_similar
 from portable.data.sources.documents import (
     ANSWERING,
     WEIGHT_KEYS,
@@ -547,7 +547,7 @@ def _unlike(kind: Format, where: str, what: str) -> UserError:
 
 def _build_missing_field_error(kind: Format, where: str, key: str, row: Mapping[str, Any]) -> UserError:
     """Build the error for a record without the field ``key``."""
-    near = get_close_matches(key, [str(name) for name in row], n=1)
+    near = find_similar(key, map(str, row))
     hint = f" (did you mean {near[0]}?)" if near else ""
     remedy = "" if near else f"; set data.columns, such as {{{key}: NAME}}, if another field has it"
     return _unlike(kind, where, f"{key} is missing{hint}: the fields are {listed(map(str, row))}{remedy}")

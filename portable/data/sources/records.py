@@ -7,9 +7,9 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
+from converters.similar_names import find_similar
 from portable.data.sources.conversations import documents_in
 from portable.data.sources.documents import (
     ANSWERING,
@@ -356,7 +356,7 @@ def _value_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs:
     if value is not _MISSING:
         return value
     fields = list(list_fields(row))
-    near = get_close_matches(name, fields, n=1)
+    near = find_similar(name, fields)
     hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the one to read"
     if pairs and not near and sum(isinstance(find_value(row, field), str) for field in fields) > 1:
         hint += ", and data.text_pair_field to a second text that the label is about"

@@ -11,13 +11,13 @@ import json
 import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.errors import raise_unless_panic
 from converters.manifest import MANIFEST
+from converters.similar_names import find_similar
 from portable.data.sources.documents import digest_of, listed
 from portable.data.tokens.bounded_tokenizer import convert_tokenizer_errors, decode, encode, encode_targets
 from portable.errors import UserError, one_line
@@ -139,7 +139,7 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
             if tokenizer.unk_token_id in (*vocabulary.prefix, *vocabulary.suffix):
                 codes = _languages(tokenizer)
                 code = given[side] or ""
-                near = get_close_matches(code, codes, n=1)
+                near = find_similar(code, codes)
                 hint = f"did you mean {near[0]}?" if near else f"it has {listed(codes)}"
                 raise UserError(f"data.{side}_language: the tokenizer has no language {code!r}; {hint}")
 

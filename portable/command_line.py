@@ -1,0 +1,233 @@
+"""Command line of ``portable-train``, and the common part of all commands with a config.
+
+This layer joins the config with the importer, which reads the files of Accelerate. Once this module is
+imported, an error message about an unknown key suggests our setting for the name of another program.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from converters.commands import version_line
+from converters.console import say
+from portable.config import flags
+from portable.config.load import assemble, load_config
+from portable.config.numbers import Reason
+from portable.config.origins import Assignment, Origin
+from portable.config.run_config import RunConfig
+from portable.config.suggestions import ForeignNames, register_foreign_names
+from portable.config.types import Flag, PathText, Section
+from portable.config.validation import validate
+from portable.config.yaml_text import parse_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.config.origins import Path as SettingPath
+    from portable.importing.foreign_file import ImportedRun
+
+__all__ = [
+    "CommandOptions",
+    "Count",
+    "Invocation",
+    "TrainOptions",
+    "load_config",
+    "parse_args",
+    "read_command",
+]
+
+USAGE = """\
+usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
+       portable-train init [FILE] [--task TASK] [--model NAME] [--device NAME]
+       portable-train import | schema | completion | chat
+
+Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
+
+examples:
+  portable-train                                    the quickstart, no download
+  portable-train --config run.yaml --train.steps 9  a file, one setting changed
+  portable-train --config run.yaml --backend xla    the same run on a TPU VM
+"""
+
+Count = Annotated[int, Field(ge=1, le=10**8), Reason("More ranks, samples or steps than anyone looks at.")]
+
+
+def _load_foreign_names() -> ForeignNames:
+    from portable.importing.hints import FOREIGN_NAMES
+
+    return FOREIGN_NAMES
+
+
+register_foreign_names(_load_foreign_names)
+
+
+class CommandOptions(Section):
+    """Options of every command that takes a config. Only the options on the command line count as set."""
+
+    config: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
+    """YAML file of settings. Without a file, the quickstart runs. Several files are merged in order, setting
+    by setting, and later files override earlier files."""
+    version: Flag = False
+    """Print the version and stop."""
+
+
+class TrainOptions(CommandOptions):
+    """Options of ``portable-train``."""
+
+    accelerate_config: PathText = ""
+    """A file that accelerate config has written. Its settings and its number of ranks are used. They must
+    agree with --config; flags override both."""
+    nproc: Count = 1
+    """Ranks to start on this machine. The default is one per GPU, and one on the CPU. Under torchrun,
+    accelerate launch, deepspeed or srun, this process joins the ranks of the launcher."""
+    dry_run: Flag = False
+    """Check everything, describe the run, and stop."""
+    show_data: Count = 1
+    """Print the first N samples with their trained tokens marked, and stop."""
+    eval_only: Flag = False
+    """Evaluate the newest checkpoint, or the untrained model if there is none. Prints the values, writes
+    output_dir/evaluation.json, and stops."""
+    json_: PathText = Field(default="", alias="json")
+    """Also write the values of --eval-only to a file."""
+    replay: Count = 1
+    """Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before the step, and prints
+    the micro-batch, sample, module and parameters. Writes nothing."""
+    resume_info: PathText = ""
+    """Describe a checkpoint and the run that would resume from it."""
+    allow_changes: Flag = False
+    """Continue the run in output_dir with changed settings (checkpoint.allow_changes)."""
+    profile: Flag = False
+    """Write a trace of a few steps into output_dir/profile, for Perfetto."""
+    quiet: Flag = False
+    """Print warnings and errors only (log.quiet)."""
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """The parsed command line of ``portable-train``.
+
+    Attributes:
+        config: The config of the run.
+        config_files: The YAML files in merge order.
+        nproc: Number of local ranks to start. None for the backend's default.
+        dry_run: Whether to check everything and train nothing.
+        show_data: Number of samples to print, or None.
+        eval_only: Whether to evaluate and train nothing.
+        json: File for the values of an evaluation, or None.
+        resume_info: Path of a checkpoint to describe, or None.
+        replay: Step to repeat in order to find a non-finite value, or None.
+        profile: Whether to write a trace of a few steps.
+        gpu_ids: The GPUs of an Accelerate config file, or None.
+        notes: Keys of Accelerate that are ignored or have another meaning here, one line each.
+    """
+
+    config: RunConfig
+    config_files: tuple[Path, ...] = ()
+    nproc: int | None = None
+    dry_run: bool = False
+    show_data: int | None = None
+    eval_only: bool = False
+    json: str | None = None
+    resume_info: str | None = None
+    replay: int | None = None
+    profile: bool = False
+    gpu_ids: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def from_elsewhere(self) -> bool:
+        """Whether a YAML file is outside the current folder."""
+        return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Invocation:
+    """Parse the command line of ``portable-train``. ``--help`` and ``--version`` print and exit.
+
+    Args:
+        argv: The arguments, ``sys.argv`` by default.
+
+    Raises:
+        UserError: If the command line or a file that it names is not valid.
+    """
+    config, options = read_command(sys.argv[1:] if argv is None else argv, TrainOptions, USAGE)
+    files = options.pop("config", ())
+    notes = tuple(options.pop("notes"))
+    return Invocation(config, tuple(map(Path, files)), notes=notes, **options)
+
+
+def read_command(
+    argv: Sequence[str], options: type[CommandOptions], usage: str
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Read the command line of a command with a config. ``--help`` and ``--version`` print and exit.
+
+    Args:
+        argv: The arguments.
+        options: The options of the command.
+        usage: The first part of the help.
+
+    Returns:
+        The config, and by name the values of the options that are on the command line. ``notes`` has a line
+        for each key of Accelerate that is ignored or has another meaning here.
+
+    Raises:
+        UserError: If the command line or a file that it names is not valid.
+    """
+    command_line = flags.parse(argv, RunConfig, options)
+    if command_line.help is not None:
+        from portable.config import help_text
+
+        columns = shutil.get_terminal_size().columns
+        say(help_text.render(command_line.help, RunConfig, options, usage, columns))
+        raise SystemExit(0)
+    origins: dict[SettingPath, Origin] = {
+        (name,): Origin(f"--{name.replace('_', '-')}", 0, flag=True) for name in command_line.options
+    }
+    validated = validate(options, command_line.options, origins)
+    values = validated.model_dump(exclude_unset=True, by_alias=True)
+    if values.pop("version", False):
+        say(version_line())
+        raise SystemExit(0)
+    for name, key in (("quiet", "log.quiet"), ("allow_changes", "checkpoint.allow_changes")):
+        if values.pop(name, False):
+            command_line.add_setting(key, True, f"--{name.replace('_', '-')}")
+    settings_of_accelerate = _read_accelerate(values)
+    values["notes"] = [note for settings in settings_of_accelerate for note in settings.notes]
+    imported = [
+        Assignment(tuple(key.split(".")), value, settings.origins[key])
+        for settings in settings_of_accelerate
+        for key, value in settings.values.items()
+    ]
+    return assemble(values.get("config", ()), command_line.settings, imported), values
+
+
+def _read_accelerate(values: dict[str, Any]) -> list[ImportedRun]:
+    """Read the environment of ``accelerate launch`` and the file in ``--accelerate-config``.
+
+    Args:
+        values: The options on the command line. ``accelerate_config`` is removed, and the number of ranks and
+            the GPUs of the file are added.
+
+    Raises:
+        UserError: If a key of Accelerate is unknown or has no counterpart.
+    """
+    settings = []
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # every launcher of Accelerate sets it
+        from portable.importing.programs import read_environment
+
+        settings.append(read_environment(os.environ))
+    if (path := values.pop("accelerate_config", None)) is not None:
+        from portable.importing.programs import read_accelerate
+
+        settings.append(file := read_accelerate(parse_file(Path(path)), path))
+        if file.processes is not None:
+            values.setdefault("nproc", file.processes)
+        if file.gpu_ids is not None:
+            values["gpu_ids"] = file.gpu_ids
+    return settings
