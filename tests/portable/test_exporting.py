@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import signal
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.storage.object_store import RemotePath
+from converters.writers import conversion
 from converters.writers import remote_draft as remote_output
 from converters.writers import replace_folder as exchange_module
 from converters.writers.replace_folder import exchange
 from portable.cli import main
+from portable.config import RunConfig
 from portable.errors import UserError
-from portable.output.export import export, recover_export
+from portable.output.export import MARKER, export, recover_export
 from portable.run.rank import run_rank
+from tests.converters.compare import tree
 from tests.object_store import ObjectStore
 from tests.portable.test_durability import dies_after
-from tests.runs import configured, flags, tiny
+from tests.ranks import RankError, RankPool
+from tests.runs import configured, flags, leg, tiny, write_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +188,102 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
     assert "README.md was not part of the export; moved to" in capsys.readouterr().err
     assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
+
+
+# -- by several nodes ----------------------------------------------------------------------------------------
+
+
+def train_as_node(config: RunConfig, folder: Path, dies: int | None = None) -> None:
+    """Train as the only rank of a node, and record which files of the export this rank writes.
+
+    Args:
+        config: The run.
+        folder: Folder for the records.
+        dies: Rank that is killed while it writes.
+    """
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = "0"
+    write_files = conversion._write_files
+
+    def record(*arguments: Any) -> None:
+        (folder / f"rank{rank}.json").write_text(json.dumps([file.name for file in arguments[3]]))
+        if rank == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_files(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "_write_files", record)
+        assert run_rank(config.backend, config) == 0
+
+
+@pytest.fixture(scope="module")
+def base_in_shards(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A base model of several files, whose export has the same files."""
+    folder = write_pretrained(tmp_path_factory.mktemp("base"), corpus)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    assert len(list(folder.glob("*.safetensors"))) > 4
+    return folder
+
+
+def exported(run: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(run / "final").items() if name != MARKER}
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("no_shard", 2), ("full_shard", 4), ("zero3", 2)], ids=str)
+def test_nodes_write_the_files_that_one_rank_writes(
+    strategy: str, nodes: int, base_in_shards: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    config = configured(tmp_path / "run", corpus, **of_base(base_in_shards, strategy=strategy))
+    ranks.run(nodes, train_as_node, config, tmp_path)
+    files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    together = exported(tmp_path / "run")
+    assert len(files) == nodes and all(files)
+    assert (
+        sorted(chain.from_iterable(files))
+        == [name for name in sorted(together) if "safetensors" in name][:-1]
+    )
+    shutil.rmtree(tmp_path / "run" / "final")
+    ranks.run(nodes, leg, tmp_path / "run", corpus, of_base(base_in_shards, strategy=strategy))
+    assert exported(tmp_path / "run") == together
+
+
+def of_base(base: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model__config": None,
+        "model__name_or_path": str(base),
+        "train__steps": 1,
+        "train__global_batch_size": 4,
+        "data__eval_fraction": 0,
+        "log__sample_tokens": 0,
+        **more,
+    }
+
+
+def test_nodes_write_to_a_bucket(
+    base_in_shards: Path, tmp_path: Path, corpus: Path, s3: ObjectStore, ranks: RankPool
+) -> None:
+    settings = of_base(base_in_shards, strategy="full_shard")
+    ranks.run(2, leg, tmp_path / "run", corpus, settings)
+    ranks.run(2, train_as_node, configured(s3.url("run"), corpus, **settings), tmp_path)
+    assert all(json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    there = s3.tree("run/final")
+    assert COMPLETE in there and not s3.open_uploads()
+    on_disk = exported(tmp_path / "run")
+    del there[COMPLETE], there["README.md"], on_disk["README.md"]  # the cards name the places
+    assert there == on_disk
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_node_that_is_killed_leaves_no_model(
+    dies: int, base_in_shards: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings = of_base(base_in_shards, strategy="full_shard")
+    config = configured(tmp_path / "run", corpus, **settings)
+    with pytest.raises(RankError):
+        ranks.run(2, train_as_node, config, tmp_path, dies)
+    assert not (tmp_path / "run" / "final").exists()
+    ranks.run(2, train_as_node, config, tmp_path)
+    assert load_file(tmp_path / "run" / "final" / "model-00001-of-00006.safetensors")
+    assert not list((tmp_path / "run").glob(".*final*"))
