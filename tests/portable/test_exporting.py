@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -193,16 +194,18 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
 # -- by several nodes ----------------------------------------------------------------------------------------
 
 
-def train_as_node(config: RunConfig, folder: Path, dies: int | None = None) -> None:
+def train_as_node(
+    config: RunConfig, folder: Path, dies: int | None = None, environment: Mapping[str, str] | None = None
+) -> None:
     """Train as the only rank of a node, and record which files of the export this rank writes.
 
     Args:
         config: The run.
         folder: Folder for the records.
         dies: Rank that is killed while it writes.
+        environment: Environment variables of the run.
     """
     rank = int(os.environ["RANK"])
-    os.environ["LOCAL_RANK"] = "0"
     write_files = conversion._write_files
 
     def record(*arguments: Any) -> None:
@@ -213,6 +216,8 @@ def train_as_node(config: RunConfig, folder: Path, dies: int | None = None) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "_write_files", record)
+        for name, value in {"LOCAL_RANK": "0", **(environment or {})}.items():
+            patch.setenv(name, value)
         assert run_rank(config.backend, config) == 0
 
 
@@ -266,7 +271,8 @@ def test_nodes_write_to_a_bucket(
 ) -> None:
     settings = of_base(base_in_shards, strategy="full_shard")
     ranks.run(2, leg, tmp_path / "run", corpus, settings)
-    ranks.run(2, train_as_node, configured(s3.url("run"), corpus, **settings), tmp_path)
+    config = configured(s3.url("run"), corpus, **settings)
+    ranks.run(2, train_as_node, config, tmp_path, None, s3.environment)
     assert all(json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     there = s3.tree("run/final")
     assert COMPLETE in there and not s3.open_uploads()
@@ -285,5 +291,8 @@ def test_a_node_that_is_killed_leaves_no_model(
         ranks.run(2, train_as_node, config, tmp_path, dies)
     assert not (tmp_path / "run" / "final").exists()
     ranks.run(2, train_as_node, config, tmp_path)
-    assert load_file(tmp_path / "run" / "final" / "model-00001-of-00006.safetensors")
+    final = {path.name: load_file(path) for path in (tmp_path / "run" / "final").glob("*.safetensors")}
+    assert final.keys() == {path.name for path in base_in_shards.glob("*.safetensors")} and all(
+        final.values()
+    )
     assert not list((tmp_path / "run").glob(".*final*"))
