@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
 from portable.data.tokens.bounded_tokenizer import decode, encode
 from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, one_line
-from portable.formatting import human_count, table
+from portable.formatting import human_bytes, human_count, human_time, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words, shape_hints
 from portable.model.published import collapse_numbers
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from converters.storage.path_or_url import Place
     from portable.backend import Engine
+    from portable.config import RunConfig
     from portable.output.output_dir import Output
     from portable.ranks.node_writers import NodeWriters
     from portable.reporting.profiling import Profiler
@@ -41,6 +43,43 @@ if TYPE_CHECKING:
     from portable.run.uploads import Uploads
 
 PROMPT_TOKENS = 32
+EXPORTED_BYTES = 4
+"""Bytes of a parameter in the final model, which is in fp32 unless the base model's layout is written."""
+
+
+LARGE_EXPORT = 50e9
+"""Size of a final model from which the start of the run states what its export costs, in bytes."""
+_EXPORT_RATE = 1e9
+"""Assumed rate at which a node reads a checkpoint and writes the final model, in bytes per second."""
+
+
+def build_export_rows(
+    config: RunConfig, model_bytes: int, ranks: int, ranks_per_node: int
+) -> list[tuple[str, str]]:
+    """Describe the cost of exporting a large final model.
+
+    Args:
+        config: The run's config.
+        model_bytes: Size of the final model in bytes.
+        ranks: Number of ranks.
+        ranks_per_node: Number of ranks per node.
+
+    Returns:
+        At most one row of a table. Empty if the export is off or takes less than a minute.
+    """
+    if not config.checkpoint.export or model_bytes < LARGE_EXPORT:
+        return []
+    nodes = -(-ranks // ranks_per_node)
+    seconds = model_bytes / nodes / _EXPORT_RATE
+    written = human_count(nodes, "node")
+    return [
+        (
+            "export",
+            f"{human_bytes(model_bytes)} of {FINAL}/ are written by {written} when training ends, in "
+            f"{human_time(seconds)} at 1 GB/s a node ({ranks * seconds / 3600:.1f} idle device hours); "
+            "checkpoint.export: false leaves it to portable-convert RUN OUT",
+        )
+    ]
 
 
 def headline(prepared: Prepared, restored: Restored) -> str:
@@ -68,6 +107,11 @@ def headline(prepared: Prepared, restored: Restored) -> str:
         ),
     ]
     rows.append(("steps", describe_length(config, prepared.steps, _count_samples(prepared))))
+    if _exports_in_parts(prepared):
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        rows += build_export_rows(
+            config, EXPORTED_BYTES * prepared.parameters, backend.world_size, ranks_per_node
+        )
     if (moved := _moved(prepared, restored)) is not None:
         rows.append(("moved", moved))
     rows.append(("report", f"{prepared.resolved.place / REPORT_FILE}, updated at evaluations and saves"))

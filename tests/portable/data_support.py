@@ -15,6 +15,7 @@ import numpy as np
 from portable.config.sections import DataConfig
 from portable.data.sources.opening import open_source
 from portable.data.sources.source import Source, SourceSettings
+from portable.data.tokens import tokenizer as tokenizer_module
 from portable.data.tokens.cache import TokenCache, TokenWriter
 
 
@@ -64,6 +65,9 @@ def kill_build(number: int, build: Callable[[], object]) -> None:
     """
     child = os.fork()
     if child == 0:
+        # The threads of the tokenizers library do not exist in a fork.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        tokenizer_module._parallelism_is_ours = False
         calls = count()
         add = TokenWriter.add
 

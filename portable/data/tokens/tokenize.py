@@ -53,7 +53,7 @@ TOKENS = "tokens"
 _BATCH_CHARS = 1 << 18  # small enough to keep all processes busy
 _BATCH_DOCUMENTS = 4096
 _ALONE = 16  # batches of conversations: about as long as processes take to start
-_TEXTS_ALONE = 128  # batches of texts, which threads of the tokenizer share until then
+_TEXTS_ALONE = 64  # batches of texts, which threads of the tokenizer share until then
 _MOST_PROCESSES = 32  # beyond this, the process that reads the documents would be the limit
 _SAVE_SECONDS = 30.0
 """Seconds of work that a kill loses at most."""
