@@ -180,12 +180,12 @@ def test_a_file_that_process_0_sees_in_part_is_an_error(
 ) -> None:
     checked = draft.FolderOutput.check_sizes
 
-    def cut(output: draft.FolderOutput, sizes: dict[str, int]) -> None:
+    def cut_file(output: draft.FolderOutput, sizes: dict[str, int]) -> None:
         path = output.folder / max(sizes)
         path.write_bytes(path.read_bytes()[:-1])
         checked(output, sizes)
 
-    monkeypatch.setattr(draft.FolderOutput, "check_sizes", cut)
+    monkeypatch.setattr(draft.FolderOutput, "check_sizes", cut_file)
     leader, _ = write_together([source, source], tmp_path / "out")
     assert isinstance(leader, CheckpointError) and "although another process has written it" in str(leader)
     assert not list(tmp_path.iterdir())

@@ -342,18 +342,18 @@ def test_a_build_that_is_killed_is_continued(
 ) -> None:
     """With several samples of a record, records that are skipped, and bits that end within a byte."""
     rows = [{"messages": TALK}, {"messages": [QUESTION]}, {"messages": GREETING}] * 20
-    given = written(settings, *rows, on_bad_record="skip", split_turns=True)
+    changed = written(settings, *rows, on_bad_record="skip", split_turns=True)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
     monkeypatch.setattr(tokenizing, "_SAVE_SECONDS", 0)
     monkeypatch.setattr(tokenizing, "cores", lambda: 1)
-    build_data(replace(given, cache_dir=tmp_path / "whole"))
+    build_data(replace(changed, cache_dir=tmp_path / "whole"))
     (whole,) = (tmp_path / "whole" / "tokens").glob("*/meta.json")
     warned = capsys.readouterr().err.count("warning: skipped")
     for number in (1, 2, 4):
-        kill_build(number, partial(build_data, given))
-    build_data(given)
+        kill_build(number, partial(build_data, changed))
+    build_data(changed)
     assert capsys.readouterr().err.count("warning: skipped") == warned
-    (meta,) = (Path(str(given.cache_dir)) / "tokens").glob("*/meta.json")
+    (meta,) = (Path(str(changed.cache_dir)) / "tokens").glob("*/meta.json")
     assert tree(meta.parent) == tree(whole.parent)
 
 

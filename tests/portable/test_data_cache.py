@@ -125,31 +125,31 @@ def test_processes_and_kills_do_not_show(
 ) -> None:
     """The files are those of one process that is not interrupted, byte for byte."""
     task, data, document = KINDS[kind]
-    given = Given([document(n) for n in range(80)], task, **data)
+    in_memory = Given([document(n) for n in range(80)], task, **data)
     monkeypatch.setattr(tokenizing, "PIECE_CHARS", 60)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 500)
-    whole = tree(build(given, tokenizer, tmp_path / "whole").folder)
+    whole = tree(build(in_memory, tokenizer, tmp_path / "whole").folder)
     assert not capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(tokenizing, "_SAVE_SECONDS", 0)
         for number in (0, 3, 1, 2):
-            kill_build(number, partial(build, given, tokenizer, tmp_path / "killed"))
+            kill_build(number, partial(build, in_memory, tokenizer, tmp_path / "killed"))
         with pytest.raises(KeyboardInterrupt):
-            build(Interrupted(given, 60), tokenizer, tmp_path / "killed")
+            build(Interrupted(in_memory, 60), tokenizer, tmp_path / "killed")
         (draft,) = (tmp_path / "killed" / "tokens").glob("*.draft")
         documents = json.loads((draft / "progress.json").read_text())["documents"]
         assert documents > 5
         capsys.readouterr()
-        assert tree(build(given, tokenizer, tmp_path / "killed").folder) == whole
+        assert tree(build(in_memory, tokenizer, tmp_path / "killed").folder) == whole
         assert f"continuing after {documents:,} documents" in capsys.readouterr().err
-        kill_build(3, partial(build, given, tokenizer, tmp_path / "damaged"))
+        kill_build(3, partial(build, in_memory, tokenizer, tmp_path / "damaged"))
         (draft,) = (tmp_path / "damaged" / "tokens").glob("*.draft")
         _changed(draft / "text.bin", _flip)
-        assert tree(build(given, tokenizer, tmp_path / "damaged").folder) == whole
+        assert tree(build(in_memory, tokenizer, tmp_path / "damaged").folder) == whole
         assert not capsys.readouterr().err  # it began again
     monkeypatch.setattr(tokenizing, "_TEXTS_ALONE", 1)
     monkeypatch.setattr(tokenizing, "cores", lambda: 2)
-    assert tree(build(given, tokenizer, tmp_path / "processes").folder) == whole
+    assert tree(build(in_memory, tokenizer, tmp_path / "processes").folder) == whole
 
 
 def test_a_large_source_names_faster_ways(

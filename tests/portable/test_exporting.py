@@ -232,7 +232,7 @@ def base_in_shards(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Pa
     return folder
 
 
-def exported(run: Path) -> dict[str, bytes]:
+def read_export(run: Path) -> dict[str, bytes]:
     return {name: data for name, data in tree(run / "final").items() if name != MARKER}
 
 
@@ -243,7 +243,7 @@ def test_nodes_write_the_files_that_one_rank_writes(
     config = configured(tmp_path / "run", corpus, **of_base(base_in_shards, strategy=strategy))
     ranks.run(nodes, train_as_node, config, tmp_path)
     files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
-    together = exported(tmp_path / "run")
+    together = read_export(tmp_path / "run")
     assert len(files) == nodes and all(files)
     assert (
         sorted(chain.from_iterable(files))
@@ -251,7 +251,7 @@ def test_nodes_write_the_files_that_one_rank_writes(
     )
     shutil.rmtree(tmp_path / "run" / "final")
     ranks.run(nodes, leg, tmp_path / "run", corpus, of_base(base_in_shards, strategy=strategy))
-    assert exported(tmp_path / "run") == together
+    assert read_export(tmp_path / "run") == together
 
 
 def of_base(base: Path, **more: Any) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def test_nodes_write_to_a_bucket(
     assert all(json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     there = s3.tree("run/final")
     assert COMPLETE in there and not s3.open_uploads()
-    on_disk = exported(tmp_path / "run")
+    on_disk = read_export(tmp_path / "run")
     del there[COMPLETE], there["README.md"], on_disk["README.md"]  # the cards name the places
     assert there == on_disk
 
