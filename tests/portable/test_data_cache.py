@@ -115,6 +115,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], Document]]] = {
 }
 
 
+IN_PROCESSES = {"texts in pieces", "cells of numbers"}
+"""Kinds that are also tried with several processes, which take seconds to start."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_and_kills_do_not_show(
     kind: str,
@@ -147,6 +151,8 @@ def test_processes_and_kills_do_not_show(
         _changed(draft / "text.bin", _flip)
         assert tree(build(in_memory, tokenizer, tmp_path / "damaged").folder) == whole
         assert not capsys.readouterr().err  # it began again
+    if kind not in IN_PROCESSES:
+        return
     monkeypatch.setattr(tokenizing, "_TEXTS_ALONE", 1)
     monkeypatch.setattr(tokenizing, "cores", lambda: 2)
     assert tree(build(in_memory, tokenizer, tmp_path / "processes").folder) == whole

@@ -195,13 +195,18 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
 
 
 def train_as_node(
-    config: RunConfig, folder: Path, dies: int | None = None, environment: Mapping[str, str] | None = None
+    config: RunConfig,
+    folder: Path,
+    per_node: int = 1,
+    dies: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Train as the only rank of a node, and record which files of the export this rank writes.
+    """Train as a rank of a node, and record which files of the export this rank writes.
 
     Args:
         config: The run.
         folder: Folder for the records.
+        per_node: Ranks per node.
         dies: Rank that is killed while it writes.
         environment: Environment variables of the run.
     """
@@ -216,7 +221,7 @@ def train_as_node(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "_write_files", record)
-        for name, value in {"LOCAL_RANK": "0", **(environment or {})}.items():
+        for name, value in {"LOCAL_RANK": str(rank % per_node), **(environment or {})}.items():
             patch.setenv(name, value)
         assert run_rank(config.backend, config) == 0
 
@@ -236,21 +241,29 @@ def read_export(run: Path) -> dict[str, bytes]:
     return {name: data for name, data in tree(run / "final").items() if name != MARKER}
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("no_shard", 2), ("full_shard", 4), ("zero3", 2)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "size", "per_node"), [("no_shard", 4, 1), ("full_shard", 4, 2), ("zero3", 2, 1)], ids=str
+)
 def test_nodes_write_the_files_that_one_rank_writes(
-    strategy: str, nodes: int, base_in_shards: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+    strategy: str,
+    size: int,
+    per_node: int,
+    base_in_shards: Path,
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
 ) -> None:
     config = configured(tmp_path / "run", corpus, **of_base(base_in_shards, strategy=strategy))
-    ranks.run(nodes, train_as_node, config, tmp_path)
+    ranks.run(size, train_as_node, config, tmp_path, per_node)
     files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
     together = read_export(tmp_path / "run")
-    assert len(files) == nodes and all(files)
+    assert len(files) == size // per_node and all(files)
     assert (
         sorted(chain.from_iterable(files))
         == [name for name in sorted(together) if "safetensors" in name][:-1]
     )
     shutil.rmtree(tmp_path / "run" / "final")
-    ranks.run(nodes, leg, tmp_path / "run", corpus, of_base(base_in_shards, strategy=strategy))
+    ranks.run(size, leg, tmp_path / "run", corpus, of_base(base_in_shards, strategy=strategy))
     assert read_export(tmp_path / "run") == together
 
 
@@ -272,7 +285,7 @@ def test_nodes_write_to_a_bucket(
     settings = of_base(base_in_shards, strategy="full_shard")
     ranks.run(2, leg, tmp_path / "run", corpus, settings)
     config = configured(s3.url("run"), corpus, **settings)
-    ranks.run(2, train_as_node, config, tmp_path, None, s3.environment)
+    ranks.run(2, train_as_node, config, tmp_path, 1, None, s3.environment)
     assert all(json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     there = s3.tree("run/final")
     assert COMPLETE in there and not s3.open_uploads()
@@ -281,14 +294,14 @@ def test_nodes_write_to_a_bucket(
     assert there == on_disk
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_is_killed_leaves_no_model(
     dies: int, base_in_shards: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     settings = of_base(base_in_shards, strategy="full_shard")
     config = configured(tmp_path / "run", corpus, **settings)
     with pytest.raises(RankError):
-        ranks.run(2, train_as_node, config, tmp_path, dies)
+        ranks.run(2, train_as_node, config, tmp_path, 1, dies)
     assert not (tmp_path / "run" / "final").exists()
     ranks.run(2, train_as_node, config, tmp_path)
     final = {path.name: load_file(path) for path in (tmp_path / "run" / "final").glob("*.safetensors")}
