@@ -256,6 +256,21 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     assert "warning: data.cache_dir" in capsys.readouterr().err
 
 
+def test_a_damaged_checksum_of_a_large_cache_is_found_at_its_block(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank reads the checksums of all blocks to open it."""
+    monkeypatch.setattr(caching, "CHECKED_WHOLE", 0)
+    monkeypatch.setattr(caching, "_CHECKED_SUMS", 0)
+    monkeypatch.setattr(caching, "BLOCK", 256)
+    cache = build(Given([Document(text) for text in texts(50)]), tokenizer, tmp_path)
+    _changed(cache.folder / "blocks.crc", lambda content: content.__setitem__(9, content[9] ^ 1))
+    opened = TokenCache.open(cache.folder)
+    assert opened.tokens["text"][:256].tolist() == cache.tokens["text"][:256].tolist()
+    with pytest.raises(RunError, match=r"text\.bin: damaged at byte 512; run"):
+        opened.tokens["text"][256:300]
+
+
 def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 5000 + [{"body": "b"}])
     with pytest.raises(UserError, match=r"a\.jsonl:5001: no field 'text'"):
