@@ -26,6 +26,7 @@ from portable.cli import main
 from portable.config import RunConfig
 from portable.errors import UserError
 from portable.output.export import MARKER, export, recover_export
+from portable.run.finish import LARGE_EXPORT, build_export_rows
 from portable.run.rank import run_rank
 from tests.converters.compare import tree
 from tests.object_store import ObjectStore
@@ -309,3 +310,13 @@ def test_a_node_that_is_killed_leaves_no_model(
         final.values()
     )
     assert not list((tmp_path / "run").glob(".*final*"))
+
+
+def test_a_large_model_states_what_its_export_costs(tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path / "run", corpus)
+    assert build_export_rows(config, int(LARGE_EXPORT) - 1, 8, 8) == []
+    assert build_export_rows(config.replaced({"checkpoint.export": False}), 10**12, 8, 8) == []
+    (alone,) = build_export_rows(config, 36 * 10**11, 8, 8)
+    assert "written by 1 node " in alone[1] and "1:00:00 at 1 GB/s a node (8.0 idle device hours)" in alone[1]
+    (shared,) = build_export_rows(config, 36 * 10**11, 64, 8)
+    assert "written by 8 nodes " in shared[1] and "7:30 at 1 GB/s a node (8.0 idle" in shared[1]
