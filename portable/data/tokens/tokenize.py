@@ -310,8 +310,9 @@ def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress
     skipped: list[str] = list(saved.get("skipped", ()))
     bad = source.fields.bad
     collected = CollectedErrors()
-    for line in skipped if bad is not None else ():
-        bad.skip(UserError(line))
+    if bad is not None:
+        for line in skipped:
+            bad.skip(UserError(line))
     batches = (batch for batch, _ in progress.iter_unwritten(_batches(source.documents(), whole=True)))
     encode = partial(chat.encode, collect=True)
 
@@ -401,7 +402,8 @@ def _encode_texts(
             if not frame.once or tuple(ids[-len(frame.suffix) :]) != frame.suffix:
                 tokens += frame.suffix
             ends.append(len(tokens))
-    encoded = {"text": (np.array(tokens, np.int64), np.diff(np.array(ends, np.int64), prepend=0))}
+    lengths: npt.NDArray[np.int64] = np.diff([0, *ends]).astype(np.int64)
+    encoded = {"text": (np.array(tokens, np.int64), lengths)}
     documents = [document for document in batch if document.ends]
     around = frame.target or frame
     targets = [document.target for document in documents if document.target is not None]
