@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +109,11 @@ class StoreUploads:
         """Do nothing, because a store acknowledges a part once the part is durable."""
 
     def commit(self) -> None:
-        """Make objects of the uploads."""
-        while self._uploads:
-            self._uploads[0].close()
-            self._uploads.pop(0)
+        """Make objects of the uploads, several at a time, because each waits for an answer of the store."""
+        with ThreadPoolExecutor(self.threads) as pool:
+            for _ in pool.map(UploadedFile.close, self._uploads):
+                pass
+        self._uploads.clear()
 
     def discard(self) -> None:
         """Abort the uploads that have not become objects, if the store is reachable."""
