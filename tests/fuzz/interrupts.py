@@ -76,8 +76,15 @@ def build_command(kind: str, scratch: Scratch) -> list[str]:
         )
         return [*train, *flags, "--nproc", "2" if kind.endswith("2 ranks") else "1"]
     if kind == "tokenize":
-        data = {"data.source": write_many_texts(scratch), "data.cache_dir": out / "cache"}
-        flags = run_flags(scratch, **{**data, "train.steps": 1, "data.tokenizer": scratch.base / "tokenizer"})
+        flags = run_flags(
+            scratch,
+            **{
+                "data.source": write_many_texts(scratch),
+                "data.cache_dir": out / "cache",
+                "data.tokenizer": scratch.base / "tokenizer",
+                "train.steps": 1,
+            },
+        )
         return [*train, *flags]
     if kind == "convert":
         checkpoint = max((trained / "checkpoints").iterdir())
