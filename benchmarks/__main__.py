@@ -7,6 +7,7 @@ PROGRAMS = {
     "zero": ("the step under ZeRO beside bare DeepSpeed and the Trainer", "deepspeed", "6 minutes"),
     "xla": ("the step on XLA beside a bare torch_xla loop", "torch_xla", "5 minutes"),
     "gpu": ("the step beside its peers, strategies, saving, a profile", "a GPU", "25 minutes there"),
+    "tokenizing": ("the speed of tokenizing, and what a kill costs", "", "2 minutes"),
     "convert": ("the converter beside cp and each framework's own tool", "10 GB of disk", "15 minutes"),
     "kills": ("a run that is killed a hundred times, on a disk or in a bucket", "", "an hour"),
     "soak": ("a run of an hour, whose memory and descriptors must not grow", "", "an hour"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
 _DISTCP = ".distcp"
+_READS = 16
+"""Files that are read at a time."""
 _ZIP = b"PK\x03\x04"
 
 Entries = dict[str, dict[str, int]]
@@ -106,17 +109,27 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
                 f"{printable(folder / name)}: not written by this save; move it out of the checkpoint"
             )
     opened = Folder(folder)
-    for name, entry in found["files"].items():
-        if only is not None and not only(name):
-            continue
+    checked = {name: entry for name, entry in found["files"].items() if only is None or only(name)}
+    for name, entry in checked.items():
         path = printable(folder / name)
         if name not in listed:
             raise CheckpointError(f"{path}: missing, although {MANIFEST} names it")
-        file = opened.file(name)
         if (size := listed[name].size) != entry["bytes"]:
             raise CheckpointError(f"{path}: has {size:,} bytes, {entry['bytes']:,} were written")
-        if any(kind in entry and made(file) != entry[kind] for kind, made in _CHECKSUMS.items()):
-            raise CheckpointError(f"{path}: damaged, or from another save")
+
+    def is_intact(name: str) -> bool:
+        file = opened.file(name)
+        return all(
+            compute(file) == checked[name][kind]
+            for kind, compute in _CHECKSUMS.items()
+            if kind in checked[name]
+        )
+
+    # Each rank has written files, so there may be thousands, and a read takes as long as a request.
+    with ThreadPoolExecutor(_READS) as pool:
+        for name, intact in zip(checked, pool.map(is_intact, checked), strict=True):
+            if not intact:
+                raise CheckpointError(f"{printable(folder / name)}: damaged, or from another save")
     return found
 
 

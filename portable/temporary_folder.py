@@ -114,7 +114,13 @@ def _remove_leftover(folder: Path) -> None:
 T = TypeVar("T")
 
 
-def made_once(folder: Path, opened: Callable[[Path], T | None], write: Callable[[Path], object]) -> T:
+def made_once(
+    folder: Path,
+    opened: Callable[[Path], T | None],
+    write: Callable[[Path], object],
+    *,
+    resumes: bool = False,
+) -> T:
     """What ``opened`` finds in ``folder``, which is written first if it finds nothing.
 
     Any number of processes may call this concurrently: one writes, the others wait.
@@ -123,13 +129,14 @@ def made_once(folder: Path, opened: Callable[[Path], T | None], write: Callable[
         folder: of the cache.
         opened: None for a folder that does not exist or is damaged.
         write: writes into an empty folder beside it, which then takes its place.
+        resumes: Whether ``write`` continues what a killed process has written. Its folder is then not empty.
 
     Raises:
         UserError: if the folder is not writable, or of ``write``.
     """
     if (found := opened(folder)) is not None:
         return found
-    with _locked(folder) as draft:
+    with _locked(folder, resumes=resumes) as draft:
         if (found := opened(folder)) is None:
             if folder.exists():
                 tell(f"warning: data.cache_dir: {folder}: damaged; making it again")
@@ -147,20 +154,30 @@ def made_once(folder: Path, opened: Callable[[Path], T | None], write: Callable[
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
-    """Lock ``folder`` and yield an empty folder beside it to write into."""
+def _locked(folder: Path, *, resumes: bool) -> Iterator[Path]:
+    """Lock ``folder`` and yield a folder beside it to write into.
+
+    Args:
+        folder: The folder.
+        resumes: Whether to keep what a killed process has written into the other folder, and to leave it for
+            the next process if this one is interrupted. It is removed after an error of the data or the disk.
+    """
     from filelock import FileLock
 
     draft = folder.with_name(f"{folder.name}.draft")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
-            shutil.rmtree(draft, ignore_errors=True)  # left by a killed writer
-            draft.mkdir()
+            if not resumes:
+                shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(exist_ok=resumes)
             try:
                 yield draft
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
+            except BaseException as error:
+                if not resumes or isinstance(error, UserError | OSError):
+                    shutil.rmtree(draft, ignore_errors=True)
+                raise
+            shutil.rmtree(draft, ignore_errors=True)  # another process has made the folder
     except (OSError, NotImplementedError) as error:
         raise UserError(
             f"data.cache_dir: cannot write in {folder.parent} ({one_line(error)}); choose a writable folder"

@@ -12,7 +12,7 @@ import errno
 import os
 import struct
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -34,11 +34,13 @@ from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dt
 from converters.tensors.dtypes import itemsize
 from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor
-from converters.writers.draft import check_output, new_output
+from converters.writers.draft import check_output, join_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
+from converters.writers.writer_group import check_same_plan, compute_plan_digest, deal_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Unpack
 
@@ -48,9 +50,10 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.writers.draft import FolderOutput
     from converters.writers.parallel import Job, Progress
-    from converters.writers.remote_draft import StoreOutput, UploadedPiece
+    from converters.writers.remote_draft import StoreOutput, StoreUploads, UploadedPiece
+    from converters.writers.writer_group import WriterGroup
 
-    Output = FolderOutput | StoreOutput
+    Output = FolderOutput | StoreOutput | StoreUploads
     OutputPiece = Piece | UploadedPiece
 
 
@@ -312,6 +315,8 @@ class Options(TypedDict, total=False):
             Default: False.
         facts: Additional fields to store in the completion marker if the output is in an object store.
             Default: None.
+        group: Processes that write the output together, each some of its files. All of them call the same
+            function with the same arguments. Default: None, which means that this process writes all files.
     """
 
     overwrite: bool
@@ -319,6 +324,7 @@ class Options(TypedDict, total=False):
     verify: bool
     expand: bool
     facts: Mapping[str, Any] | None
+    group: WriterGroup | None
 
 
 def carry_out(
@@ -353,53 +359,147 @@ def carry_out(
     # Python does not check the names at runtime, so a misspelled option would be silently ignored.
     if unknown_names := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"{min(unknown_names)}: unknown option; use one of the fields of Options")
-    overwrite, verify = options.get("overwrite", False), options.get("verify", False)
-    target = check_output(
-        out, [checkpoint.root], overwrite=overwrite, single=single, companions=checkpoint.companions
-    )
-    plan = make_plan()
-    check_expansion(checkpoint, plan, allowed=options.get("expand", False))
+    group = options.get("group")
+    if group is not None and group.size > 1:
+        return _carry_out_in_group(checkpoint, make_plan, out, group, single=single, options=options)
+    verify = options.get("verify", False)
+    target, plan = _plan_output(checkpoint, make_plan, out, single=single, options=options)
     verified_bytes = sum(entry.nbytes for file in plan.files for entry in file.entries) if verify else 0
-    bar = _open_progress_bar(
-        plan.nbytes + verified_bytes,
-        target.name.removeprefix(".").removesuffix(".new"),
-        enabled=options.get("progress", True),
-    )
-    output = new_output(
-        target,
-        needed=plan.nbytes,
-        overwrite=overwrite,
-        names=plan.names,
-        single=single,
-        facts=options.get("facts"),
-        copied=lambda: _iter_copied_spans(plan),
-    )
-    with bar as update, output as draft:
-        num_threads = draft.threads or side_by_side(checkpoint.root)
-        unverified_spans: Touched = set()
-        late_jobs: list[Job] = []
-        in_parallel(_iter_write_jobs(draft, plan, unverified_spans, late_jobs), update, num_threads)
-        in_parallel(iter(late_jobs), update, num_threads)
-        for span in unverified_spans:
-            span.verify()
+    bar = _open_progress_bar(plan.nbytes + verified_bytes, target, options)
+    with bar as update, _open_output(target, plan, single=single, options=options) as draft:
+        _write_files(checkpoint, draft, plan, plan.files, update)
         draft.commit()
-        for name, data in plan.documents.items():
-            draft.write(name, data)
-        for name, path in plan.companions.items():
-            draft.copy(path, name)
+        _write_small_files(draft, plan)
         if verify:
+            num_threads = draft.threads or side_by_side(checkpoint.root)
             in_parallel(_iter_verify_jobs(draft.folder, plan), update, num_threads)
     return plan
 
 
+def _carry_out_in_group(
+    checkpoint: Checkpoint,
+    make_plan: Callable[[], Plan],
+    out: Place,
+    group: WriterGroup,
+    *,
+    single: bool,
+    options: Options,
+) -> Plan:
+    """Write a plan together with other processes. The arguments and errors are those of `carry_out`.
+
+    Each process writes the files that `deal_files` assigns to it to the draft that process 0 has created. A
+    failure in any process makes every process discard what it has written, so that the output is unchanged.
+    """
+    leads = group.number == 0
+    if single or options.get("verify", False):
+        raise TypeError("group: a single file, or an output that is verified, has one writer")
+    plans: list[Plan] = []
+    created: list[FolderOutput | StoreOutput] = []  # empty except in process 0
+    with ExitStack() as stack:
+
+        def create_draft() -> str:
+            if leads:
+                target, plan = _plan_output(checkpoint, make_plan, out, single=False, options=options)
+                created.append(stack.enter_context(_open_output(target, plan, single=False, options=options)))
+            else:
+                plan = make_plan()
+            plans.append(plan)
+            return f"{compute_plan_digest(plan)} {created[0].folder.name if created else ''}"
+
+        answers = [answer.split(" ", 1) for answer in group.call_everywhere(create_draft)]
+        check_same_plan([digest for digest, _ in answers])
+        plan = plans[0]
+        draft: Output
+        if created:
+            draft = created[0]
+        else:
+            draft = stack.enter_context(join_output(out.resolve(), answers[0][1]))
+        own_files = deal_files(plan.files, group.size)[group.number]
+        own_bytes = sum(file.nbytes for file in own_files)
+        update = stack.enter_context(_open_progress_bar(own_bytes, out, options))
+
+        def write() -> str:
+            _write_files(checkpoint, draft, plan, own_files, update)
+            draft.sync()
+            return ""
+
+        def commit(own_turn: bool) -> str:
+            if own_turn:
+                draft.commit()
+            return ""
+
+        group.call_everywhere(write)
+        # Process 0 removes the old objects of a bucket before the first new object appears.
+        group.call_everywhere(lambda: commit(leads))
+        group.call_everywhere(lambda: commit(not leads))
+        for output in created:
+            output.check_sizes({file.name: file.nbytes for file in plan.files})
+            _write_small_files(output, plan)
+    return plan
+
+
+def _plan_output(
+    checkpoint: Checkpoint, make_plan: Callable[[], Plan], out: Place, *, single: bool, options: Options
+) -> tuple[Place, Plan]:
+    """Check the output and plan its files; returns the absolute path of the output and the plan."""
+    target = check_output(
+        out,
+        [checkpoint.root],
+        overwrite=options.get("overwrite", False),
+        single=single,
+        companions=checkpoint.companions,
+    )
+    plan = make_plan()
+    check_expansion(checkpoint, plan, allowed=options.get("expand", False))
+    return target, plan
+
+
+def _open_output(
+    target: Place, plan: Plan, *, single: bool, options: Options
+) -> AbstractContextManager[FolderOutput | StoreOutput]:
+    """Return the context in which the files of a plan are written; see `new_output`."""
+    return new_output(
+        target,
+        needed=plan.nbytes,
+        overwrite=options.get("overwrite", False),
+        names=plan.names,
+        single=single,
+        shared=options.get("group") is not None,
+        facts=options.get("facts"),
+        copied=lambda: _iter_copied_spans(plan),
+    )
+
+
+def _write_files(
+    checkpoint: Checkpoint, draft: Output, plan: Plan, files: Sequence[PlannedFile], update: Progress
+) -> None:
+    """Write files of a plan, and verify every checksum of the source that their tensors depend on."""
+    num_threads = draft.threads or side_by_side(checkpoint.root)
+    unverified_spans: Touched = set()
+    late_jobs: list[Job] = []
+    in_parallel(_iter_write_jobs(draft, plan, files, unverified_spans, late_jobs), update, num_threads)
+    in_parallel(iter(late_jobs), update, num_threads)
+    for span in unverified_spans:
+        span.verify()
+
+
+def _write_small_files(draft: FolderOutput | StoreOutput, plan: Plan) -> None:
+    """Write the documents of a plan and copy its companion files."""
+    for name, data in plan.documents.items():
+        draft.write(name, data)
+    for name, path in plan.companions.items():
+        draft.copy(path, name)
+
+
 @contextmanager
-def _open_progress_bar(total: int, name: str, *, enabled: bool) -> Iterator[Progress]:
+def _open_progress_bar(total: int, target: Place, options: Options) -> Iterator[Progress]:
     """Yield a function that takes a number of bytes, and show its progress if stderr is a terminal."""
-    if not enabled or not sys.stderr.isatty():
+    if not options.get("progress", True) or not sys.stderr.isatty():
         yield int
         return
     from tqdm import tqdm  # imported here because the import is slow
 
+    name = target.name.removeprefix(".").removesuffix(".new")
     with tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
         yield bar.update
 
@@ -497,13 +597,18 @@ def _make_scalar_tensor(name: str, value: Scalar) -> Tensor:
 
 
 def _iter_write_jobs(
-    draft: Output, plan: Plan, unverified_spans: Touched, late_jobs: list[Job]
+    draft: Output,
+    plan: Plan,
+    files: Sequence[PlannedFile],
+    unverified_spans: Touched,
+    late_jobs: list[Job],
 ) -> Iterator[Job]:
-    """Iterate over the jobs that write a plan. Each file is created when its first job is requested.
+    """Iterate over the jobs that write files. Each file is created when its first job is requested.
 
     Args:
         draft: Output to write to.
-        plan: Plan to write.
+        plan: Plan of the files.
+        files: Files of the plan to write.
         unverified_spans: Set that collects the file spans whose CRC must be verified after all jobs have
             finished.
         late_jobs: List that collects the jobs to run after all other jobs have finished.
@@ -526,7 +631,7 @@ def _iter_write_jobs(
     # On a local disk, alternate between files, because the kernel allows only one thread at a time to write
     # to a file. In an object store, write one file at a time, because several threads prepare the pieces of
     # each file in parallel, but the pieces must be uploaded in order.
-    return interleaved(map(iter_file_jobs, plan.files), 1 if draft.threads else threads())
+    return interleaved(map(iter_file_jobs, files), 1 if draft.threads else threads())
 
 
 def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, list[Part]]]:

@@ -20,13 +20,14 @@ from converters.writers.replace_folder import (
     recover,
     replace_folder,
 )
+from converters.writers.writer_group import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from converters.storage.bytes import FileSpan
     from converters.storage.path_or_url import Place
-    from converters.writers.remote_draft import StoreOutput
+    from converters.writers.remote_draft import StoreOutput, StoreUploads
 
 
 def check_output(
@@ -128,6 +129,19 @@ class FolderOutput:
     def commit(self) -> None:
         """Finish the files, after all their pieces; `write` and `copy` may follow."""
 
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Check the files that several processes have written.
+
+        Args:
+            sizes: Size of each file in bytes, keyed by its name.
+
+        Raises:
+            CheckpointError: If a file is missing or has another size.
+        """
+        for name, size in sizes.items():
+            path = self.folder / name
+            check_size(path, size, path.stat().st_size if path.is_file() else None)
+
     def sync(self) -> None:
         """Make the entries of the folders durable."""
         for folder in self._folders:
@@ -151,6 +165,7 @@ def new_output(
     names: Collection[str] = (),
     facts: Mapping[str, Any] | None = None,
     single: bool = False,
+    shared: bool = False,
     copied: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> Iterator[FolderOutput | StoreOutput]:
     """An output that becomes `target` at the end of the block, and is removed after an exception.
@@ -163,6 +178,7 @@ def new_output(
         names: of all files that will be written.
         facts: extra fields for the completion marker in an object store.
         single: `target` is the only one of those files.
+        shared: whether other processes write into the same output, see `join_output`.
         copied: the spans of files that are copied unchanged; those whose blocks the file system shares need
             no space.
 
@@ -172,7 +188,9 @@ def new_output(
     if in_store(target):
         from converters.writers.remote_draft import StoreOutput
 
-        made = StoreOutput(target, overwrite=overwrite, names=names, facts=facts or {}, single=single)
+        made = StoreOutput(
+            target, overwrite=overwrite, names=names, facts=facts or {}, single=single, shared=shared
+        )
         try:
             yield made
             made.publish()
@@ -203,6 +221,34 @@ def new_output(
                 folder.rmdir()
             except OSError:
                 break
+
+
+@contextmanager
+def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUploads]:
+    """An output that another process has created with `new_output`, to write further files into.
+
+    Args:
+        target: The output of the other process.
+        name: Name of the folder that the other process writes into, beside `target`. Ignored in an object
+            store.
+
+    Raises:
+        CheckpointError: If this process does not see the folder, or cannot write into it.
+    """
+    if in_store(target):
+        from converters.writers.remote_draft import StoreUploads
+
+        uploads = StoreUploads(target)
+        try:
+            yield uploads
+        finally:
+            uploads.discard()
+        return
+    folder = target.with_name(name)
+    try:
+        yield FolderOutput(folder)
+    except OSError as error:
+        raise CommandError(f"{target}: cannot be written: {error.strerror or error}") from None
 
 
 def _shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from converters.storage.object_store import abort_uploads, connections, part_byt
 from converters.storage.places import copy_file, is_unfinished
 from converters.storage.safe_open import read_small_table
 from converters.writers.replace_folder import check_replaceable
+from converters.writers.writer_group import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +82,47 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
     raise CommandError(f"{out}: exists already; give another folder or --overwrite")
 
 
-class StoreOutput:
+class StoreUploads:
+    """Uploads to a folder of an object store that one process makes, and that are invisible until `commit`.
+
+    Args:
+        folder: URL of the folder, or of the only object if `single` is True.
+        single: Whether `folder` is the URL of the only object.
+    """
+
+    def __init__(self, folder: RemotePath, *, single: bool = False) -> None:
+        self.folder = folder
+        self.threads = connections()
+        self._single = single
+        self._uploads: list[UploadedFile] = []
+
+    def _place(self, name: str) -> RemotePath:
+        return self.folder if self._single else self.folder / name
+
+    def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
+        """Begin the upload of a file of pieces of these lengths."""
+        upload = UploadedFile(self._place(name), sum(lengths))
+        self._uploads.append(upload)
+        return upload
+
+    def sync(self) -> None:
+        """Do nothing, because a store acknowledges a part once the part is durable."""
+
+    def commit(self) -> None:
+        """Make objects of the uploads, several at a time, because each waits for an answer of the store."""
+        with ThreadPoolExecutor(self.threads) as pool:
+            for _ in pool.map(UploadedFile.close, self._uploads):
+                pass
+        self._uploads.clear()
+
+    def discard(self) -> None:
+        """Abort the uploads that have not become objects, if the store is reachable."""
+        for upload in self._uploads:
+            upload.discard()
+        self._uploads.clear()
+
+
+class StoreOutput(StoreUploads):
     """Uploads, until `commit` makes objects of them; `publish` or `discard` ends them.
 
     The other methods are those of `draft.FolderOutput`.
@@ -90,6 +132,7 @@ class StoreOutput:
         facts: extra fields for the marker.
         single: `folder` is the only object that will be written, and no folder. It needs no marker, since it
             is never seen in part.
+        shared: whether other processes upload to the same folder.
     """
 
     def __init__(
@@ -100,15 +143,14 @@ class StoreOutput:
         names: Iterable[str],
         facts: Mapping[str, Any],
         single: bool = False,
+        shared: bool = False,
     ) -> None:
-        self.folder = folder
-        self.threads = connections()
+        super().__init__(folder, single=single)
+        self._shared = shared
         self._overwrite = overwrite
         self._planned = sorted(names)
         self._facts = dict(facts)
-        self._single = single
         self._there = self._found()
-        self._uploads: list[UploadedFile] = []
         self._token = ""
         self._undo: Callable[[], object] = bool  # which does nothing
         abort_uploads(folder, deep=False)
@@ -119,14 +161,6 @@ class StoreOutput:
         with suppress(FileNotFoundError):
             return {"": self.folder.look_up()}
         return {}
-
-    def _place(self, name: str) -> RemotePath:
-        return self.folder if self._single else self.folder / name
-
-    def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
-        upload = UploadedFile(self._place(name), sum(lengths))
-        self._uploads.append(upload)
-        return upload
 
     def commit(self) -> None:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
@@ -147,15 +181,21 @@ class StoreOutput:
             # Keep what is overwritten later: a config.json may be copied from this folder to itself.
             self.folder.remove([name for name in there if name not in self._planned])
             self._undo = self._clear
-        while self._uploads:
-            self._uploads[0].close()
-            self._uploads.pop(0)
+        super().commit()
         if self._single:  # until now, an old one has stayed
             self._undo = self.folder.unlink
 
     def _clear(self) -> None:
         self.folder.remove([COMPLETE, *self._planned])
-        self.folder.remove([INCOMPLETE])
+        if not self._shared:  # otherwise another process may still complete an upload
+            self.folder.remove([INCOMPLETE])
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Check the objects that several processes have written; see `draft.FolderOutput`."""
+        self.folder.refresh()
+        there = objects_of(self.folder)
+        for name, size in sizes.items():
+            check_size(self.folder / name, size, there[name].size if name in there else None)
 
     def write(self, name: str, data: bytes) -> None:
         (self.folder / name).write_bytes(data)
@@ -174,9 +214,7 @@ class StoreOutput:
 
     def discard(self) -> None:
         """Remove what was not published, if the store is reachable."""
-        for upload in self._uploads:
-            upload.discard()
-        self._uploads.clear()
+        super().discard()
         with suppress(CheckpointError):  # what stays is marked as incomplete
             self._undo()
 

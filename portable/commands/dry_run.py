@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
 from portable.run.callbacks import callback_order
 from portable.run.evaluation import judge_of
-from portable.run.finish import ranks_in_words
+from portable.run.finish import EXPORTED_BYTES, build_export_rows, ranks_in_words
 from portable.run.length import SEQ_LEN, describe_length, describe_warmup
 from portable.run.prepare import notes_on
 from portable.run.resolve import first_plan, on_device
@@ -64,6 +65,10 @@ def dry_run(resolved: Resolved) -> int:
     planner = planner_here(config, model, backend, resolved.world.ranks)
     rows = _plan_rows(resolved, model, assembled.adapter, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
+    if assembled.adapter is None or config.checkpoint.export in ("merged", "like_base"):
+        model_bytes = EXPORTED_BYTES * parameter_count(model)
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(resolved.world.ranks)))
+        rows += build_export_rows(config, model_bytes, resolved.world.ranks, ranks_per_node)
     rows += memory_rows(planner)
     own = planner.option(Strategy.of(planner.config))
     rows += hours_rows(Plan(planner, [own], own, work=work_of(config, data)))

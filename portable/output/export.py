@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import converters
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from converters import Checkpoint
+    from converters import Adapter, Checkpoint
     from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
+    from converters.writers.writer_group import WriterGroup
 
 MARKER = ".export.json"
 EXPORTED = "exported"
@@ -51,6 +51,7 @@ def export(
     beside: Mapping[str, Path] | None = None,
     average: bool = False,
     publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None = None,
+    group: WriterGroup | None = None,
 ) -> None:
     """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``.
 
@@ -64,29 +65,46 @@ def export(
         average: write the average of the weights.
         publish: Function that converts a checkpoint without an adapter to its published names and returns the
             model and the names of the tensors that are identical to the base model's.
+        group: Processes that call this function together and write some of the files each. None: this process
+            writes all files.
     """
-    write = partial(_write, checkpoint, adapter, base, like, beside or {}, average, publish)
-    try:
-        with storage_errors("checkpoint.export"):
+    leads = group is None or group.number == 0
+    models: list[Checkpoint | Adapter] = []
+
+    def prepare() -> str:
+        if leads:
             converters.check_manifest(checkpoint)
             if in_store(folder):
                 _move_other_objects(folder)
+            else:
+                recover_export(folder)
+        models.append(_open_model(checkpoint, adapter, base, like, beside or {}, average, publish))
+        return ""
+
+    try:
+        with storage_errors("checkpoint.export"):
+            if group is None:
+                prepare()
+            else:
+                group.call_everywhere(prepare)
+            options: dict[str, Any] = {"progress": leads and at_a_terminal(), "group": group}
+            if in_store(folder):
                 facts = {EXPORTED: checkpoint.name}
-                write(folder, overwrite=True, facts=facts)
+                _write(models[0], folder, overwrite=True, facts=facts, **options)
                 return
-            recover_export(folder)
             new = _new(folder)
-            write(new)
-            marker = {"checkpoint": checkpoint.name, "files": _files(new)}
-            write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
-            _put(new, folder)
+            _write(models[0], new, **options)
+            if leads:
+                marker = {"checkpoint": checkpoint.name, "files": _files(new)}
+                write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
+                _put(new, folder)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: {error}") from error
     except OSError as error:
         raise UserError(f"checkpoint.export: {folder}: {one_line(error)}") from error
 
 
-def _write(
+def _open_model(
     checkpoint: Place,
     of_adapter: bool,
     base: Checkpoint | None,
@@ -94,17 +112,14 @@ def _write(
     beside: Mapping[str, Path],
     average: bool,
     publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
-    out: Place,
-    **options: Any,
-) -> None:
+) -> Checkpoint | Adapter:
+    """Open a checkpoint as the model or adapter to export. The arguments are those of :func:`export`."""
     opened = converters.open_checkpoint(checkpoint).with_companions(beside)
     if average:
         opened = opened.with_state_as_weights(AVERAGE)
-    options["progress"] = at_a_terminal()
     adapter = converters.find_adapter(opened) if of_adapter else None
     if adapter is not None and base is None:
-        converters.write_adapter(adapter, out, **options)
-        return
+        return adapter
     model = opened
     untouched: set[str] = set()
     if adapter is not None and base is not None:
@@ -113,7 +128,14 @@ def _write(
         model, untouched = publish(opened)
     if like is not None:
         model = converters.quantized_like(model, like, untouched=untouched)
-    converters.write_safetensors(model, out, **options)
+    return model
+
+
+def _write(model: Checkpoint | Adapter, out: Place, **options: Any) -> None:
+    write: Any = converters.write_safetensors
+    if isinstance(model, converters.Adapter):
+        write = converters.write_adapter
+    write(model, out, **options)
 
 
 def recover_export(folder: Path) -> None:

@@ -46,7 +46,7 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Gather ``text`` of all ranks in rank order. A collective call, of ``group`` or of the default one."""
     if not dist.is_initialized():
         return [text]
-    texts: list[str] = [""] * dist.get_world_size()
+    texts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(texts, text, group=group)
     return texts
 
@@ -95,15 +95,18 @@ def peer_error() -> ReportedElsewhereError | None:
     return None
 
 
-def background_group() -> dist.ProcessGroup | None:
-    """Create a process group for background threads; None in a single process. A collective call.
+def background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
+    """Create a process group for writing files; None in a single process. A collective call of all ranks.
 
-    Its timeout is long because ranks write checkpoints at different speeds. A dead rank is detected anyway.
+    Its timeout is long because ranks write files at different speeds. A dead rank is detected anyway.
+
+    Args:
+        ranks: Ranks of the group; None for all.
     """
     if not dist.is_initialized():
         return None
     with native_stdout_closed():
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+        group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(days=1))
     return cast("dist.ProcessGroup", group)  # of all ranks, so this one is in it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from converters.console import columns
-from portable.checkpoint.trainer_state import TrainerState, step_of
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
 from portable.data.tokens.bounded_tokenizer import decode, encode
-from portable.errors import NotExportedError, UserError, one_line
-from portable.formatting import human_count, table
+from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, one_line
+from portable.formatting import human_bytes, human_count, human_time, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words, shape_hints
 from portable.model.published import collapse_numbers
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
+from portable.ranks.collectives import gather_text
+from portable.ranks.node_writers import form_node_writers
 from portable.reporting.card import CARD, model_card, usage
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
@@ -30,7 +33,9 @@ if TYPE_CHECKING:
 
     from converters.storage.path_or_url import Place
     from portable.backend import Engine
+    from portable.config import RunConfig
     from portable.output.output_dir import Output
+    from portable.ranks.node_writers import NodeWriters
     from portable.reporting.profiling import Profiler
     from portable.reporting.reporter import Reporter
     from portable.run.callbacks import Run
@@ -38,6 +43,43 @@ if TYPE_CHECKING:
     from portable.run.uploads import Uploads
 
 PROMPT_TOKENS = 32
+EXPORTED_BYTES = 4
+"""Bytes of a parameter in the final model, which is in fp32 unless the base model's layout is written."""
+
+
+LARGE_EXPORT = 50e9
+"""Size of a final model from which the start of the run states what its export costs, in bytes."""
+_EXPORT_RATE = 1e9
+"""Assumed rate at which a node reads a checkpoint and writes the final model, in bytes per second."""
+
+
+def build_export_rows(
+    config: RunConfig, model_bytes: int, ranks: int, ranks_per_node: int
+) -> list[tuple[str, str]]:
+    """Describe the cost of exporting a large final model.
+
+    Args:
+        config: The run's config.
+        model_bytes: Size of the final model in bytes.
+        ranks: Number of ranks.
+        ranks_per_node: Number of ranks per node.
+
+    Returns:
+        At most one row of a table. Empty if the export is off or takes less than a minute.
+    """
+    if not config.checkpoint.export or model_bytes < LARGE_EXPORT:
+        return []
+    nodes = -(-ranks // ranks_per_node)
+    seconds = model_bytes / nodes / _EXPORT_RATE
+    written = human_count(nodes, "node")
+    return [
+        (
+            "export",
+            f"{human_bytes(model_bytes)} of {FINAL}/ are written by {written} when training ends, in "
+            f"{human_time(seconds)} at 1 GB/s a node ({ranks * seconds / 3600:.1f} idle device hours); "
+            "checkpoint.export: false leaves it to portable-convert RUN OUT",
+        )
+    ]
 
 
 def headline(prepared: Prepared, restored: Restored) -> str:
@@ -65,6 +107,11 @@ def headline(prepared: Prepared, restored: Restored) -> str:
         ),
     ]
     rows.append(("steps", describe_length(config, prepared.steps, _count_samples(prepared))))
+    if _exports_in_parts(prepared):
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        rows += build_export_rows(
+            config, EXPORTED_BYTES * prepared.parameters, backend.world_size, ranks_per_node
+        )
     if (moved := _moved(prepared, restored)) is not None:
         rows.append(("moved", moved))
     rows.append(("report", f"{prepared.resolved.place / REPORT_FILE}, updated at evaluations and saves"))
@@ -177,13 +224,23 @@ def finish(
     *,
     warnings: int,
 ) -> None:
-    """Export the model, write the report, upload and print where everything is; on rank 0 only.
+    """Export the model, write the report, upload and print where everything is.
+
+    All ranks call it. The first rank of each node writes a part of the model. Rank 0 does everything else.
 
     Args:
         warnings: of libraries, in the run's log.
     """
     prepared, folder, place = run.prepared, output.work, output.place
-    checkpoint, exported = run.checkpoints.latest(), _checkpoint_to_export(run, reporter)
+    exported = _checkpoint_to_export(run, reporter) if run.rank == 0 else None
+    writers: NodeWriters | None = None
+    if run.complete and _exports_in_parts(prepared):
+        exported, writers = _form_writers(run, exported)
+    if run.rank != 0:
+        if exported is not None and writers is not None:
+            _export_part(run, output, exported, writers)
+        return
+    checkpoint = run.checkpoints.latest()
     places = [("metrics", str(place / METRICS_FILE))]
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
@@ -191,7 +248,7 @@ def finish(
     if run.complete and prepared.config.checkpoint.export and exported is not None:
         final = place / FINAL
         try:
-            export_with_card(prepared, folder, exported, final)
+            export_with_card(prepared, folder, exported, final, writers)
         except UserError as error:
             raise NotExportedError(
                 f"{one_line(error)}; the run is complete: run the same command again to export the model"
@@ -233,6 +290,40 @@ def finish(
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
+def _exports_in_parts(prepared: Prepared) -> bool:
+    """Return whether the export may have several files. An adapter always has one."""
+    export = prepared.config.checkpoint.export
+    return bool(export) and (prepared.adapter is None or export in ("merged", "like_base"))
+
+
+def _form_writers(run: Run, exported: Place | None) -> tuple[Place | None, NodeWriters | None]:
+    """Choose the ranks that write the final model. A collective call of all ranks.
+
+    Args:
+        run: The run.
+        exported: The checkpoint to export on rank 0, ignored on the other ranks.
+
+    Returns:
+        The checkpoint to export, and the group of the ranks that write it. Both are None if rank 0 has no
+        checkpoint, and the group is None on the ranks that do not write.
+    """
+    name = gather_text("" if exported is None else exported.name)[0]
+    if not name:
+        return None, None
+    checkpoint: Place = run.checkpoints.path / name
+    return checkpoint, form_node_writers(lambda: (checkpoint / STATE_FILE).is_file())
+
+
+def _export_part(run: Run, output: Output, checkpoint: Place, writers: NodeWriters) -> None:
+    """Write this node's part of the final model."""
+    try:
+        export_with_card(run.prepared, output.work, checkpoint, output.place / FINAL, writers)
+    except UserError as error:
+        if writers.broken:
+            raise NotExportedError(one_line(error)) from error
+        raise ReportedElsewhereError(one_line(error), NOT_EXPORTED) from error
+
+
 def _is_chat_model(prepared: Prepared) -> bool:
     """Return whether the model was trained on conversations in its tokenizer's chat template."""
     return prepared.data.end_of_turn is not None and bool(prepared.data.tokenizer.chat_template)
@@ -269,23 +360,15 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
     return notes
 
 
-def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:
-    """Write the model of a checkpoint, or its adapter, with a model card.
-
-    Args:
-        prepared: the run.
-        folder: of its ``metrics.jsonl``.
-        checkpoint: of the run.
-        out: what to write.
-    """
-    adapter, config = prepared.adapter, prepared.config
+def _build_card(prepared: Prepared, folder: Path, checkpoint: Place) -> str:
+    """Build the model card of an export; see :func:`export_with_card`."""
     last = step_of(checkpoint.name)
     copied, missing = _list_untrained(prepared)
     dropped = [] if prepared.adapter is not None else collapse_numbers(prepared.names.dropped)
     rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
-    text = model_card(
-        config,
-        adapter=adapter,
+    return model_card(
+        prepared.config,
+        adapter=prepared.adapter,
         architecture=prepared.architecture,
         model_type=prepared.model_config.model_type,
         data=prepared.data.description,
@@ -294,6 +377,23 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         missing=[*missing, *dropped],
         chat=_is_chat_model(prepared),
     )
+
+
+def export_with_card(
+    prepared: Prepared, folder: Path, checkpoint: Place, out: Place, writers: NodeWriters | None = None
+) -> None:
+    """Write the model of a checkpoint, or its adapter, with a model card.
+
+    Args:
+        prepared: the run.
+        folder: of its ``metrics.jsonl``.
+        checkpoint: of the run.
+        out: what to write.
+        writers: the ranks that write it together, each a part; None: this rank writes everything.
+    """
+    adapter, config = prepared.adapter, prepared.config
+    # Only rank 0 writes the small files, and in a bucket only rank 0 has the metrics.
+    text = _build_card(prepared, folder, checkpoint) if writers is None or writers.number == 0 else ""
     with scratch_folder("portable-card") as temporary:
         card = temporary / CARD
         card.write_text(text, "utf-8")
@@ -317,4 +417,5 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
             beside=beside,
             average=config.checkpoint.export_ema,
             publish=prepared.names.publish if adapter is None else None,
+            group=writers,
         )

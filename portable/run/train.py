@@ -110,8 +110,7 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
             reporter.record("end", run.progress, complete=run.complete)
             if run.complete:
                 sample(prepared, run.engine, reporter)
-        if run.rank == 0:
-            finish(run, output, reporter, profiler, uploads, warnings=log.foreign)
+        finish(run, output, reporter, profiler, uploads, warnings=log.foreign)
         output.publish()
     return EXIT_DONE
 

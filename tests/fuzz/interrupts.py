@@ -3,12 +3,13 @@
     python -m tests.fuzz.interrupts [--count 100] [--seed 0] [--start 0]
     python -m tests.fuzz.interrupts --kill [--count 10]
 
-Each case starts a command in a process group of its own: a run of one or two ranks with data workers, a
-conversion, a report, `portable-data` or `--resume-info`. Its moment is an amount of processor time of the
-whole group, so that it does not depend on the load of the machine. Then the group receives SIGINT one to five
-times within two seconds. The command must end with code 130, or 75 after it saved a checkpoint, without a
-traceback or a process that goes on. A command that had finished before the signal counts apart, and so does
-one that is interrupted before Python runs its first line.
+Each case starts a command in a process group of its own: a run of one or two ranks with data workers, a run
+that tokenizes a long source in several processes, a conversion, a report, `portable-data` or `--resume-info`.
+Its moment is an amount of processor time of the whole group, so that it does not depend on the load of the
+machine. Then the group receives SIGINT one to five times within two seconds. The command must end with code
+130, or 75 after it saved a checkpoint, without a traceback or a process that goes on. A command that had
+finished before the signal counts apart, and so does one that is interrupted before Python runs its first
+line.
 
 With `--kill`, the group of a run receives SIGKILL, before its first batch or after it. Names of semaphores
 that are left in `/dev/shm` must be gone once another run has started.
@@ -51,6 +52,7 @@ KINDS = {
     "convert": 0.4,
     "report": 0.6,
     "data": 6.0,
+    "tokenize": 12.0,
     "resume-info": 4.5,
 }
 """Kinds of commands, and the most processor time, in seconds, after which the signal comes."""
@@ -73,6 +75,17 @@ def build_command(kind: str, scratch: Scratch) -> list[str]:
             },
         )
         return [*train, *flags, "--nproc", "2" if kind.endswith("2 ranks") else "1"]
+    if kind == "tokenize":
+        flags = run_flags(
+            scratch,
+            **{
+                "data.source": write_many_texts(scratch),
+                "data.cache_dir": out / "cache",
+                "data.tokenizer": scratch.base / "tokenizer",
+                "train.steps": 1,
+            },
+        )
+        return [*train, *flags]
     if kind == "convert":
         checkpoint = max((trained / "checkpoints").iterdir())
         return [str(programs / "portable-convert"), str(checkpoint), str(out / "model")]
@@ -80,14 +93,20 @@ def build_command(kind: str, scratch: Scratch) -> list[str]:
         return [str(programs / "portable-report"), str(trained), "--out", str(out / "page.html")]
     if kind == "data":
         config = scratch.base / "prepare.yaml"
-        tokenizer, source = scratch.base / "tokenizer", scratch.base / "many.jsonl"
-        if not source.exists():
-            write_texts(scratch.base / "text.jsonl")
-            source.write_text((scratch.base / "text.jsonl").read_text() * 500)
+        tokenizer, source = scratch.base / "tokenizer", write_many_texts(scratch)
         data = {"source": str(source), "tokenizer": str(tokenizer), "seq_len": 32, "eval_fraction": 0}
         config.write_text(yaml.safe_dump({"model": {"config": SMALL_MODEL}, "data": data}))
         return [str(programs / "portable-data"), "--config", str(config), "--out", str(out / "tokens")]
     return [*train, "--resume-info", str(trained)]
+
+
+def write_many_texts(scratch: Scratch) -> Path:
+    """Write a file that takes seconds to tokenize, if it does not exist; return its path."""
+    source = scratch.base / "many.jsonl"
+    if not source.exists():
+        write_texts(scratch.base / "text.jsonl")
+        source.write_text((scratch.base / "text.jsonl").read_text() * 500)
+    return source
 
 
 def find_group(group: int) -> dict[int, float]:

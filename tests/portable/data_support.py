@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from portable.config.sections import DataConfig
 from portable.data.sources.opening import open_source
 from portable.data.sources.source import Source, SourceSettings
+from portable.data.tokens import tokenizer as tokenizer_module
 from portable.data.tokens.cache import TokenCache, TokenWriter
 
 
@@ -42,9 +47,9 @@ def source(name: Any, task: str = "causal-lm", **data: Any) -> Source:
     return open_source(settings_of(name, task, **data))
 
 
-def texts(count: int) -> list[str]:
+def texts(number: int) -> list[str]:
     """Documents of different lengths, all different."""
-    return [f"document {i}: " + " ".join(f"w{i * j % 97}" for j in range(i % 23 + 1)) for i in range(count)]
+    return [f"document {i}: " + " ".join(f"w{i * j % 97}" for j in range(i % 23 + 1)) for i in range(number)]
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -52,8 +57,36 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
-def corpus(folder: Path, count: int = 60) -> Path:
-    return write_jsonl(folder / "corpus.jsonl", ({"text": text} for text in texts(count)))
+def kill_build(number: int, build: Callable[[], object]) -> None:
+    """Kill a process that builds a token cache when it has added to the cache ``number`` times.
+
+    Args:
+        number: Number of calls of ``TokenWriter.add``. The kill also loses what is in the buffers of files.
+        build: Function that builds the cache.
+    """
+    child = os.fork()
+    if child == 0:
+        # The threads of the tokenizers library do not exist in a fork.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        tokenizer_module._parallelism_is_ours = False
+        calls = count()
+        add = TokenWriter.add
+
+        def add_or_die(*arguments: Any) -> None:
+            add(*arguments)
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            with patch.object(TokenWriter, "add", add_or_die):
+                build()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def corpus(folder: Path, number: int = 60) -> Path:
+    return write_jsonl(folder / "corpus.jsonl", ({"text": text} for text in texts(number)))
 
 
 def token_cache(

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
 from portable.errors import MistakesError, RunError, UserError
 from portable.run.rank import run_rank
+from tests.converters.compare import tree
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
-from tests.portable.data_support import Settings, replace, write_jsonl
+from tests.portable.data_support import Settings, kill_build, replace, write_jsonl
 from tests.portable.parallel_work import work
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
@@ -329,11 +331,31 @@ def test_any_number_of_processes_writes_the_same(
     rows = [{"messages": [{"role": "user", "content": f"{n} what is it"}, ANSWER]} for n in range(60)]
     given = written(settings, *rows)
     alone = build_data(given)
-    monkeypatch.setattr(tokenizing, "_CHAT_CHARS", 200)
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
     monkeypatch.setattr(tokenizing, "_ALONE", 1)
     monkeypatch.setattr(tokenizing, "cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
+
+
+def test_a_build_that_is_killed_is_continued(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With several samples of a record, records that are skipped, and bits that end within a byte."""
+    rows = [{"messages": TALK}, {"messages": [QUESTION]}, {"messages": GREETING}] * 20
+    changed = written(settings, *rows, on_bad_record="skip", split_turns=True)
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
+    monkeypatch.setattr(tokenizing, "_SAVE_SECONDS", 0)
+    monkeypatch.setattr(tokenizing, "cores", lambda: 1)
+    build_data(replace(changed, cache_dir=tmp_path / "whole"))
+    (whole,) = (tmp_path / "whole" / "tokens").glob("*/meta.json")
+    warned = capsys.readouterr().err.count("warning: skipped")
+    for number in (1, 2, 4):
+        kill_build(number, partial(build_data, changed))
+    build_data(changed)
+    assert capsys.readouterr().err.count("warning: skipped") == warned
+    (meta,) = (Path(str(changed.cache_dir)) / "tokens").glob("*/meta.json")
+    assert tree(meta.parent) == tree(whole.parent)
 
 
 def test_a_map_in_processes() -> None:

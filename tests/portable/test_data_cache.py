@@ -8,13 +8,14 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from portable.data.sources.documents import Document
+from portable.data.sources.documents import Cell, Document
 from portable.data.sources.source import Source
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
@@ -23,16 +24,17 @@ from portable.data.tokens.frame import special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
-from tests.portable.data_support import corpus, settings_of, source, texts, write_jsonl
+from tests.converters.compare import tree
+from tests.portable.data_support import corpus, kill_build, settings_of, source, texts, write_jsonl
 
 
 class Given(Source):
     """Documents in memory, which counts how often they are read."""
 
-    def __init__(self, documents: list[Document], **data: Any) -> None:
-        super().__init__(
-            "given", settings_of(task="sequence-classification" if data else "causal-lm", **data)
-        )
+    def __init__(self, documents: list[Document], task: str = "causal-lm", **data: Any) -> None:
+        if "label_field" in data:
+            task = "sequence-classification"
+        super().__init__("given", settings_of(task=task, **data))
         self.given = documents
         self.reads = 0
 
@@ -44,6 +46,18 @@ class Given(Source):
         return iter(self.given)
 
 
+class Interrupted(Given):
+    """The same documents, up to the one at which a person presses Ctrl-C."""
+
+    def __init__(self, given: Given, number: int) -> None:
+        self.__dict__.update(given.__dict__)
+        self.number = number
+
+    def documents(self) -> Iterator[Document]:
+        yield from self.given[: self.number]
+        raise KeyboardInterrupt
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -52,7 +66,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def build(given: Source, tokenizer: Any, cache: Path) -> TokenCache:
     vocabulary = Vocabulary.of(tokenizer)
-    frame = special_token_frame("causal-lm", vocabulary)
+    frame = special_token_frame(given.settings.task, vocabulary)
     return TokenizeJob(given.settings, tokenizer, vocabulary, frame, cache).tokens(given)
 
 
@@ -71,6 +85,91 @@ def test_batches_and_pieces_do_not_show(
         assert tokenizer.decode(cut.document("text", number)) == document.text + tokenizer.eos_token
     # Only where a piece ends may a token differ; these lines begin no token that spans their end.
     assert cut.fingerprint == whole.fingerprint
+
+
+KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], Document]]] = {
+    "texts in pieces": (
+        "causal-lm",
+        {},
+        lambda n: Document(texts(20)[n % 20] + "\n" + "line\n" * (n % 7 * 9)),
+    ),
+    "classes": (
+        "sequence-classification",
+        {"label_field": "label"},
+        lambda n: Document(texts(20)[n % 20], label=("b", "a", "c")[n % 3]),
+    ),
+    "cells of numbers": (
+        "sequence-classification",
+        {"label_field": "label", "text_pair_field": "pair"},
+        lambda n: Document(texts(20)[n % 20], label=Cell(f"{n}" if n < 30 else f"{n}.5"), pair=f"pair {n}"),
+    ),
+    "targets": (
+        "seq2seq-lm",
+        {"target_field": "target"},
+        lambda n: Document(f"a {n}", target="b " * (n % 9 + 1)),
+    ),
+    "columns": (
+        "causal-lm",
+        {"columns": ["weight"]},
+        lambda n: Document(texts(20)[n % 20], columns=(n if n < 40 else 0.5,)),
+    ),
+}
+
+
+IN_PROCESSES = {"texts in pieces", "cells of numbers"}
+"""Kinds that are also tried with several processes, which take seconds to start."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_and_kills_do_not_show(
+    kind: str,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The files are those of one process that is not interrupted, byte for byte."""
+    task, data, document = KINDS[kind]
+    in_memory = Given([document(n) for n in range(80)], task, **data)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARS", 60)
+    monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 500)
+    whole = tree(build(in_memory, tokenizer, tmp_path / "whole").folder)
+    assert not capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "_SAVE_SECONDS", 0)
+        for number in (0, 3, 1, 2):
+            kill_build(number, partial(build, in_memory, tokenizer, tmp_path / "killed"))
+        with pytest.raises(KeyboardInterrupt):
+            build(Interrupted(in_memory, 60), tokenizer, tmp_path / "killed")
+        (draft,) = (tmp_path / "killed" / "tokens").glob("*.draft")
+        documents = json.loads((draft / "progress.json").read_text())["documents"]
+        assert documents > 5
+        capsys.readouterr()
+        assert tree(build(in_memory, tokenizer, tmp_path / "killed").folder) == whole
+        assert f"continuing after {documents:,} documents" in capsys.readouterr().err
+        kill_build(3, partial(build, in_memory, tokenizer, tmp_path / "damaged"))
+        (draft,) = (tmp_path / "damaged" / "tokens").glob("*.draft")
+        _changed(draft / "text.bin", _flip)
+        assert tree(build(in_memory, tokenizer, tmp_path / "damaged").folder) == whole
+        assert not capsys.readouterr().err  # it began again
+    if kind not in IN_PROCESSES:
+        return
+    monkeypatch.setattr(tokenizing, "_TEXTS_ALONE", 1)
+    monkeypatch.setattr(tokenizing, "cores", lambda: 2)
+    assert tree(build(in_memory, tokenizer, tmp_path / "processes").folder) == whole
+
+
+def test_a_large_source_names_faster_ways(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(corpus(tmp_path))
+    build(source(path), tokenizer, tmp_path / "small")
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(tokenizing, "_LARGE_BYTES", 1000)
+    build(source(path), tokenizer, tmp_path / "large")
+    assert "before the first step; set data.stream: true to start at once" in capsys.readouterr().err
+    build(source(path), tokenizer, tmp_path / "large")
+    assert not capsys.readouterr().err
 
 
 def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
@@ -156,6 +255,21 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     again = build(given, tokenizer, tmp_path)  # as the next leg does
     assert again.tokens["text"].tolist() == tokens
     assert "warning: data.cache_dir" in capsys.readouterr().err
+
+
+def test_a_damaged_checksum_of_a_large_cache_is_found_at_its_block(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank reads the checksums of all blocks to open it."""
+    monkeypatch.setattr(caching, "CHECKED_WHOLE", 0)
+    monkeypatch.setattr(caching, "_CHECKED_SUMS", 0)
+    monkeypatch.setattr(caching, "BLOCK", 256)
+    cache = build(Given([Document(text) for text in texts(50)]), tokenizer, tmp_path)
+    _changed(cache.folder / "blocks.crc", lambda content: content.__setitem__(9, content[9] ^ 1))
+    opened = TokenCache.open(cache.folder)
+    assert opened.tokens["text"][:256].tolist() == cache.tokens["text"][:256].tolist()
+    with pytest.raises(RunError, match=r"text\.bin: damaged at byte 512; run"):
+        opened.tokens["text"][256:300]
 
 
 def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import signal
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.storage.object_store import RemotePath
+from converters.writers import conversion
 from converters.writers import remote_draft as remote_output
 from converters.writers import replace_folder as exchange_module
 from converters.writers.replace_folder import exchange
 from portable.cli import main
+from portable.config import RunConfig
 from portable.errors import UserError
-from portable.output.export import export, recover_export
+from portable.output.export import MARKER, export, recover_export
+from portable.run.finish import LARGE_EXPORT, build_export_rows
 from portable.run.rank import run_rank
+from tests.converters.compare import tree
 from tests.object_store import ObjectStore
 from tests.portable.test_durability import dies_after
-from tests.runs import configured, flags, tiny
+from tests.ranks import RankError, RankPool
+from tests.runs import configured, flags, leg, tiny, write_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +190,133 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
     assert "README.md was not part of the export; moved to" in capsys.readouterr().err
     assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
+
+
+# -- by several nodes ----------------------------------------------------------------------------------------
+
+
+def train_as_node(
+    config: RunConfig,
+    folder: Path,
+    per_node: int = 1,
+    dies: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Train as a rank of a node, and record which files of the export this rank writes.
+
+    Args:
+        config: The run.
+        folder: Folder for the records.
+        per_node: Ranks per node.
+        dies: Rank that is killed while it writes.
+        environment: Environment variables of the run.
+    """
+    rank = int(os.environ["RANK"])
+    write_files = conversion._write_files
+
+    def record(*arguments: Any) -> None:
+        (folder / f"rank{rank}.json").write_text(json.dumps([file.name for file in arguments[3]]))
+        if rank == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_files(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "_write_files", record)
+        for name, value in {"LOCAL_RANK": str(rank % per_node), **(environment or {})}.items():
+            patch.setenv(name, value)
+        assert run_rank(config.backend, config) == 0
+
+
+@pytest.fixture(scope="module")
+def base_in_shards(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A base model of several files, whose export has the same files."""
+    folder = write_pretrained(tmp_path_factory.mktemp("base"), corpus)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    assert len(list(folder.glob("*.safetensors"))) > 4
+    return folder
+
+
+def read_export(run: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(run / "final").items() if name != MARKER}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "per_node"), [("no_shard", 4, 1), ("full_shard", 4, 2), ("zero3", 2, 1)], ids=str
+)
+def test_nodes_write_the_files_that_one_rank_writes(
+    strategy: str,
+    size: int,
+    per_node: int,
+    base_in_shards: Path,
+    tmp_path: Path,
+    corpus: Path,
+    ranks: RankPool,
+) -> None:
+    config = configured(tmp_path / "run", corpus, **of_base(base_in_shards, strategy=strategy))
+    ranks.run(size, train_as_node, config, tmp_path, per_node)
+    files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    together = read_export(tmp_path / "run")
+    assert len(files) == size // per_node and all(files)
+    assert (
+        sorted(chain.from_iterable(files))
+        == [name for name in sorted(together) if "safetensors" in name][:-1]
+    )
+    shutil.rmtree(tmp_path / "run" / "final")
+    ranks.run(size, leg, tmp_path / "run", corpus, of_base(base_in_shards, strategy=strategy))
+    assert read_export(tmp_path / "run") == together
+
+
+def of_base(base: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model__config": None,
+        "model__name_or_path": str(base),
+        "train__steps": 1,
+        "train__global_batch_size": 4,
+        "data__eval_fraction": 0,
+        "log__sample_tokens": 0,
+        **more,
+    }
+
+
+def test_nodes_write_to_a_bucket(
+    base_in_shards: Path, tmp_path: Path, corpus: Path, s3: ObjectStore, ranks: RankPool
+) -> None:
+    settings = of_base(base_in_shards, strategy="full_shard")
+    ranks.run(2, leg, tmp_path / "run", corpus, settings)
+    config = configured(s3.url("run"), corpus, **settings)
+    ranks.run(2, train_as_node, config, tmp_path, 1, None, s3.environment)
+    assert all(json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    there = s3.tree("run/final")
+    assert COMPLETE in there and not s3.open_uploads()
+    on_disk = read_export(tmp_path / "run")
+    del there[COMPLETE], there["README.md"], on_disk["README.md"]  # the cards name the places
+    assert there == on_disk
+
+
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_node_that_is_killed_leaves_no_model(
+    dies: int, base_in_shards: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    settings = of_base(base_in_shards, strategy="full_shard")
+    config = configured(tmp_path / "run", corpus, **settings)
+    with pytest.raises(RankError):
+        ranks.run(2, train_as_node, config, tmp_path, 1, dies)
+    assert not (tmp_path / "run" / "final").exists()
+    ranks.run(2, train_as_node, config, tmp_path)
+    final = {path.name: load_file(path) for path in (tmp_path / "run" / "final").glob("*.safetensors")}
+    assert final.keys() == {path.name for path in base_in_shards.glob("*.safetensors")} and all(
+        final.values()
+    )
+    assert not list((tmp_path / "run").glob(".*final*"))
+
+
+def test_a_large_model_states_what_its_export_costs(tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path / "run", corpus)
+    assert build_export_rows(config, int(LARGE_EXPORT) - 1, 8, 8) == []
+    assert build_export_rows(config.replaced({"checkpoint.export": False}), 10**12, 8, 8) == []
+    (alone,) = build_export_rows(config, 36 * 10**11, 8, 8)
+    assert "written by 1 node " in alone[1] and "1:00:00 at 1 GB/s a node (8.0 idle device hours)" in alone[1]
+    (shared,) = build_export_rows(config, 36 * 10**11, 64, 8)
+    assert "written by 8 nodes " in shared[1] and "7:30 at 1 GB/s a node (8.0 idle" in shared[1]

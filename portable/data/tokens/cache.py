@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
+import os
 import zlib
+from array import array
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ from portable.data.sources.records import Cell
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from portable.data.sources.documents import Label
@@ -45,6 +48,10 @@ CHECKED_WHOLE = 64 << 20
 """Maximum bytes of a file that is checked completely on opening, which takes milliseconds."""
 _BLOCKS_FILE = "blocks.crc"
 _META_FILE = "meta.json"
+_PROGRESS_FILE = "progress.json"
+_CHECKED_SUMS = 1 << 20
+"""Maximum bytes of ``blocks.crc`` that are checked on opening: those of 16 GiB."""
+_READ_BYTES = 1 << 22
 _PROBE = 1 << 16  # bytes at either end of a file that are checked on opening
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _OFFSET = np.dtype("<u8")
@@ -73,7 +80,7 @@ class _BlockSums:
     """Computes the CRC-32 of each block of a stream."""
 
     def __init__(self) -> None:
-        self._whole: list[int] = []
+        self._whole = array("I")  # 4 bytes per block, where a list takes 36
         self._crc = self._filled = 0
 
     def update(self, data: bytes) -> None:
@@ -92,14 +99,44 @@ class _BlockSums:
 
 
 class ChecksummedFile:
-    """Writes a file sequentially and computes its checksums."""
+    """Writes a file sequentially and computes its checksums.
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._file: BinaryIO = path.open("wb")
+    Args:
+        path: Path of the file.
+        dtype: Type of the values.
+        saved: What :meth:`save` of another process returned. The file is continued from there.
+
+    Raises:
+        CacheDamagedError: If the file is not as it was saved.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], saved: Mapping[str, Any] | None = None) -> None:
+        self._file: BinaryIO = path.open("wb" if saved is None else "r+b")
         self._dtype = dtype
         self._hash = hashlib.blake2b(digest_size=16)
         self.path = path
         self.blocks = _BlockSums()
+        if saved is not None:
+            self._continue(int(saved["bytes"]), saved["digest"])
+
+    def _continue(self, size: int, digest: object) -> None:
+        """Read the first ``size`` bytes for their checksums, and drop the rest."""
+        left = size
+        while left and (data := self._file.read(min(left, _READ_BYTES))):
+            self._hash.update(data)
+            self.blocks.update(data)
+            left -= len(data)
+        if left or self._hash.hexdigest() != digest:
+            self._file.close()
+            raise CacheDamagedError(f"{self.path}: damaged")
+        self._file.seek(size)
+        self._file.truncate()
+
+    def save(self) -> dict[str, Any]:
+        """Flush the file to the disk; returns what another process needs to continue it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {"bytes": self._file.tell(), "digest": self._hash.hexdigest()}
 
     def write(self, values: npt.ArrayLike) -> None:
         data = np.asarray(values, dtype=self._dtype).tobytes()
@@ -133,6 +170,10 @@ class TokenWriter:
         labels: whether documents have labels.
         masked: whether only some tokens of the texts are trained.
         columns: the names of further numbers of a document.
+        progress: What :meth:`save_progress` of another process has saved in the folder, which is continued.
+
+    Raises:
+        CacheDamagedError: If the files in the folder are not as they were saved.
     """
 
     def __init__(
@@ -144,16 +185,20 @@ class TokenWriter:
         labels: bool = False,
         masked: bool = False,
         columns: Sequence[str] = (),
+        progress: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder = folder
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._saved_files: Mapping[str, Any] | None = None if progress is None else progress["files"]
         self._counts = dict.fromkeys(fields, 0)
         self._streams: dict[str, ChecksummedFile] = {}
         for field in fields:
             self._begin(f"{field}.bin", _DTYPES[self._dtype])
-            self._begin(f"{field}.idx", _OFFSET).write([0])
-        for name in (*((LABELS, LABEL_ENDS, VALUES) if labels else ()), *[TRAINED] * masked):
+            self._begin(f"{field}.idx", _OFFSET, first=[0])
+        for name in (*((LABELS, VALUES) if labels else ()), *[TRAINED] * masked):
             self._begin(name, _OF_FILES[name])
+        if labels:
+            self._begin(LABEL_ENDS, _OFFSET, first=[0])
         if columns:
             self._begin(COLUMNS, _OF_FILES[COLUMNS])
         self._labels = _Labels(self._streams) if labels else None
@@ -161,10 +206,39 @@ class TokenWriter:
         """The columns, and whether all of their numbers are whole."""
         self.documents = self._trained = 0
         self._bits = np.zeros(0, dtype=bool)  # of tokens, until there are eight
+        if progress is not None:
+            self._counts = dict(progress["tokens"])
+            self._whole = dict(progress["whole"])
+            self.documents, self._trained = progress["documents"], progress["trained"]
+            self._bits = np.array(progress["bits"], dtype=bool)
 
-    def _begin(self, name: str, dtype: np.dtype[Any]) -> ChecksummedFile:
-        self._streams[name] = ChecksummedFile(self._folder / name, dtype)
-        return self._streams[name]
+    def _begin(self, name: str, dtype: np.dtype[Any], first: Sequence[int] = ()) -> None:
+        """Open a file, which starts with the values ``first`` unless it is continued."""
+        saved = None if self._saved_files is None else self._saved_files[name]
+        self._streams[name] = ChecksummedFile(self._folder / name, dtype, saved)
+        if saved is None and first:
+            self._streams[name].write(first)
+
+    def save_progress(self, **facts: Any) -> None:
+        """Save how far the files are written, so that another process can continue if this one is killed.
+
+        Args:
+            facts: JSON values that the caller of the writer needs to continue.
+        """
+        progress: dict[str, Any] = {
+            "format": FORMAT,
+            "documents": self.documents,
+            "trained": self._trained,
+            "tokens": self._counts,
+            "whole": self._whole,
+            "bits": self._bits.tolist(),
+            "files": {name: stream.save() for name, stream in self._streams.items()},
+            "facts": facts,
+        }
+        progress["digest"] = _digest(progress)
+        draft = self._folder / f"{_PROGRESS_FILE}.new"
+        draft.write_text(json.dumps(progress), encoding="utf-8")
+        draft.replace(self._folder / _PROGRESS_FILE)
 
     def add(
         self,
@@ -193,12 +267,17 @@ class TokenWriter:
         if field == next(iter(self._counts)):
             self.documents += len(ends)
 
-    def add_labels(self, labels: Sequence[Label | None]) -> None:
-        """Add the labels of documents, if they have some."""
+    def add_labels(self, labels: Sequence[Label | None], *, write: bool = True) -> None:
+        """Add the labels of documents, if they have some.
+
+        Args:
+            labels: The labels.
+            write: Whether to write them. False for documents that another process has written.
+        """
         if self._labels is not None:
             for label in labels:
                 assert label is not None
-                self._labels.add(label)
+                self._labels.add(label, write=write)
 
     def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
         """Add the further numbers of documents, in the order of the columns."""
@@ -235,10 +314,37 @@ class TokenWriter:
         }
         meta["digest"] = _digest(meta)
         (self._folder / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        (self._folder / _PROGRESS_FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
         for stream in self._streams.values():
             stream.close()
+
+
+def open_writer(
+    folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any
+) -> tuple[TokenWriter, dict[str, Any]]:
+    """Open a writer that continues what a killed process has saved in the folder, if it can be continued.
+
+    Args:
+        folder: Folder to write into. Files that cannot be continued are removed.
+        facts: Facts that the other process must have saved with equal values.
+        arguments: Further arguments of :class:`TokenWriter`.
+        options: Keyword arguments of :class:`TokenWriter`.
+
+    Returns:
+        The writer, and the facts that the other process has saved, or ``facts`` if nothing is continued.
+    """
+    with suppress(CacheDamagedError, OSError, ValueError, LookupError, TypeError, RecursionError):
+        progress = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
+        digest = _digest({key: value for key, value in progress.items() if key != "digest"})
+        if progress["format"] == FORMAT and digest == progress["digest"]:
+            saved = dict(progress["facts"])
+            if all(saved[name] == value for name, value in facts.items()):
+                return TokenWriter(folder, *arguments, **options, progress=progress), saved
+    for path in folder.iterdir():
+        path.unlink()
+    return TokenWriter(folder, *arguments, **options), dict(facts)
 
 
 _MOST_CELLS = 1 << 20
@@ -261,9 +367,8 @@ class _Labels:
         self._widths: set[int] = set()
         self._count = 0
         self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first
-        streams[LABEL_ENDS].write([0])
 
-    def add(self, label: Label) -> None:
+    def add(self, label: Label, *, write: bool = True) -> None:
         lists = isinstance(label, tuple)
         items = label if isinstance(label, tuple) else (label,)
         if self._lists not in (None, lists):
@@ -285,9 +390,11 @@ class _Labels:
         if self._known is None and not self._numbers:
             raise _mixed()
         if self._known is not None:
-            self._streams[LABELS].write([self._known.setdefault(item, len(self._known)) for item in items])
-            self._streams[LABEL_ENDS].write([self._count])
-        if self._numbers:
+            classes = [self._known.setdefault(item, len(self._known)) for item in items]
+            if write:
+                self._streams[LABELS].write(classes)
+                self._streams[LABEL_ENDS].write([self._count])
+        if self._numbers and write:
             self._streams[VALUES].write(numbers)
 
     @property
@@ -400,7 +507,8 @@ class CheckedArray:
         self._values: npt.NDArray[Any] = values if width is None else values.reshape(-1, width)
         self._item_bytes = dtype.itemsize * (width or 1)
         self._sums = sums
-        self._seen = bytearray(len(sums))
+        # Whether each block has been checked. Only the pages that are used take memory.
+        self._seen = mmap.mmap(-1, max(1, len(sums)))
 
     def __len__(self) -> int:
         return len(self._values)
@@ -436,7 +544,7 @@ class CheckedArray:
     def damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
         """Return the first damaged block in ``[first, last)``, or None."""
         last = len(self._sums) if last is None else last
-        while (block := self._seen.find(0, first, last)) >= 0:
+        while (block := self._seen.find(b"\0", first, last)) >= 0:
             data = self._bytes[block * BLOCK : (block + 1) * BLOCK]
             if isal_zlib.crc32(data.data) != self._sums[block]:
                 return block
@@ -455,6 +563,23 @@ class CheckedArray:
                 f"data.cache_dir: {self.path}: damaged at byte {block * BLOCK:,}; run the same command to "
                 "tokenize the data again and resume from the last checkpoint"
             )
+
+
+def _open_sums(path: Path, digest: str) -> npt.NDArray[Any]:
+    """Open the checksums of all blocks.
+
+    Those of a large cache are mapped and not compared with their digest, because every rank would read the
+    whole file. A damaged checksum is found when its block is read, which it does not match.
+
+    Raises:
+        CacheDamagedError: If the file is damaged.
+    """
+    if path.stat().st_size > _CHECKED_SUMS:
+        return np.memmap(path, dtype=_CRC, mode="r")
+    blocks = path.read_bytes()
+    if hashlib.blake2b(blocks, digest_size=16).hexdigest() != digest:
+        raise CacheDamagedError(f"{path}: damaged")
+    return np.frombuffer(blocks, dtype=_CRC)
 
 
 @dataclass(frozen=True)
@@ -479,10 +604,7 @@ class TokenCache:
                 raise CacheDamagedError(f"{folder}: format {meta['format']}, not {FORMAT}")
             if _digest({key: value for key, value in meta.items() if key != "digest"}) != meta["digest"]:
                 raise CacheDamagedError(f"{folder / _META_FILE}: damaged")
-            blocks = (folder / _BLOCKS_FILE).read_bytes()
-            if hashlib.blake2b(blocks, digest_size=16).hexdigest() != meta["blocks"]:
-                raise CacheDamagedError(f"{folder / _BLOCKS_FILE}: damaged")
-            sums, at = np.frombuffer(blocks, dtype=_CRC), 0
+            sums, at = _open_sums(folder / _BLOCKS_FILE, meta["blocks"]), 0
             dtypes = dict(_OF_FILES)
             for name in meta["tokens"]:
                 dtypes |= {f"{name}.bin": _DTYPES[meta["dtype"]], f"{name}.idx": _OFFSET}

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from itertools import chain, islice
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as ready
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from converters.interrupts import without_interrupts
@@ -37,7 +38,8 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
     """Yield ``work(item)`` for every item, in order.
 
     Args:
-        work: a picklable function. A ``UserError`` of it is raised here.
+        work: a function, which this process calls for all items if it cannot be pickled, such as the
+            tokenizer of a model with code of its own. A ``UserError`` of it is raised here.
         processes: how many to start; with less than two, this process does all.
         alone: items that this process does itself before it starts others, which takes seconds.
 
@@ -48,6 +50,9 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
     yield from map(work, rest if processes < 2 else islice(rest, alone))
     first = next(rest, None)
     if first is None:
+        return
+    if not _is_picklable(work):
+        yield from map(work, chain((first,), rest))
         return
     numbered = enumerate(chain((first,), rest))
     done: dict[int, R | UserError | RunError] = {}
@@ -77,6 +82,14 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
                     raise result
                 yield result
                 turn += 1
+
+
+def _is_picklable(work: object) -> bool:
+    try:
+        ForkingPickler.dumps(work)
+    except Exception:  # of any kind, from any object inside
+        return False
+    return True
 
 
 class Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter, deque
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from converters.writers.parallel import cores
 from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
+from portable.data.tokens import parallel
 from portable.data.tokens.bounded_tokenizer import encode, encode_targets
-from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, open_writer
 from portable.data.tokens.parallel import ordered_map
 from portable.data.tokens.tokenizer import (
     Vocabulary,
@@ -28,11 +30,15 @@ from portable.data.tokens.tokenizer import (
     tokenizer_digest,
 )
 from portable.errors import UserError, one_line
+from portable.formatting import human_bytes
 from portable.temporary_folder import made_once
+from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from portable.data.sources.source import Shard, Source, SourceSettings
     from portable.data.tokens.chat_template import ChatTemplate
@@ -40,10 +46,15 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 """The folder of a cache with the token caches."""
-_BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
+_BATCH_CHARS = 1 << 18  # small enough to keep all processes busy
 _BATCH_DOCUMENTS = 4096
-_CHAT_CHARS = 1 << 18  # small enough to keep all processes busy
-_ALONE = 16  # batches of it: about as long as processes take to start
+_ALONE = 16  # batches of conversations: about as long as processes take to start
+_TEXTS_ALONE = 64  # batches of texts, which threads of the tokenizer share until then
+_MOST_PROCESSES = 32  # beyond this, the process that reads the documents would be the limit
+_SAVE_SECONDS = 30.0
+"""Seconds of work that a kill loses at most."""
+_LARGE_BYTES = 4 << 30
+"""Size of a source from which a note names faster ways."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +116,24 @@ class TokenizeJob:
         Raises:
             UserError: if the source cannot be read or has no text, or the cache is not writable.
         """
-        return made_once(
-            self.folder(source), TokenCache.intact, partial(self._write, source, progress=progress)
-        )
+        write = partial(self._write, source, progress=progress)
+        return made_once(self.folder(source), TokenCache.intact, write, resumes=True)
 
     def _write(self, source: Source, folder: Path, progress: bool) -> None:
+        """Write the tokens of ``source``, or the rest of them if a process was killed while it wrote them."""
         fields = source.fields
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
-        labels, masked = fields.label is not None, self.chat is not None
-        writer = TokenWriter(
-            folder, names, self.vocabulary.size, labels=labels, masked=masked, columns=fields.columns
+        writer, facts = open_writer(
+            folder,
+            {"batch": [_BATCH_CHARS, _BATCH_DOCUMENTS, PIECE_CHARS]},
+            names,
+            self.vocabulary.size,
+            labels=fields.label is not None,
+            masked=self.chat is not None,
+            columns=fields.columns,
         )
+        self._report_start(source, writer)
         bar = tqdm(
             total=source.size_bytes,
             unit="B",
@@ -126,7 +143,7 @@ class TokenizeJob:
             disable=not progress,
         )
         with closing(writer), parallel_tokenizers(), bar:
-            facts: dict[str, Any] = {}
+            described: dict[str, Any] = {}
             fields.blank.count = 0
             with source.unchanged():
                 if isinstance(source, TokenSource):
@@ -134,26 +151,38 @@ class TokenizeJob:
                         writer.add("text", tokens, lengths)
                         bar.update(len(tokens))
                 elif self.chat is not None:
-                    facts = _write_conversations(source, self.chat, writer, bar)
+                    described = _write_conversations(source, self.chat, _Progress(writer, facts, bar))
                 else:
-                    within = False
-                    for batch in _batches(source.documents()):
-                        within = _write(batch, self, writer, within)
-                        bar.update(sum(map(_size, batch)))
+                    _write_texts(source, self, _Progress(writer, facts, bar))
             if not writer.documents:
                 raise source.no_text()
             if fields.bad is not None:
                 fields.bad.tell(source.name)
             if blank := fields.blank.describe(source.name, fields):
-                facts["notes"] = [*facts.get("notes", ()), *blank]
-            writer.finish(suffix=list(self.frame.suffix), source=source.name, **facts)
+                described["notes"] = [*described.get("notes", ()), *blank]
+            writer.finish(suffix=list(self.frame.suffix), source=source.name, **described)
+
+    def _report_start(self, source: Source, writer: TokenWriter) -> None:
+        """Log where an interrupted launch is continued, and faster ways for a large source."""
+        if writer.documents:
+            tell(
+                f"note: {source.name}: continuing after {writer.documents:,} documents that an interrupted "
+                "launch has tokenized"
+            )
+        size = source.size_bytes or 0
+        if size >= _LARGE_BYTES and not self.settings.data.stream and not source.tokenized:
+            tell(
+                f"note: {source.name}: {human_bytes(size)} of text are tokenized by this machine before the "
+                "first step; set data.stream: true to start at once, or run portable-data first, which can "
+                "use several machines"
+            )
 
     def first_end(self, source: Source) -> int | None:
         """The token that ends an answer in the first records, which are refused as all of them would be."""
         if self.chat is None:
             return None
         bad = source.fields.bad
-        for batch in _batches(source.documents(), _CHAT_CHARS, whole=True):
+        for batch in _batches(source.documents(), whole=True):
             encoded = self.chat.encode(batch, collect=True)
             collected = CollectedErrors()
             for error in encoded.refused:
@@ -168,41 +197,107 @@ class TokenizeJob:
         return None
 
 
-def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter, bar: Any) -> dict[str, Any]:
+class _Progress:
+    """Batches of a source that are written, of which an interrupted launch may have written the first.
+
+    Args:
+        writer: Writer of the tokens.
+        facts: Facts that the interrupted launch has saved, see :func:`open_writer`.
+        bar: Progress bar in bytes of text.
+    """
+
+    def __init__(self, writer: TokenWriter, facts: Mapping[str, Any], bar: Any) -> None:
+        self.writer = writer
+        self.facts = facts
+        self.bar = bar
+        self.left: deque[list[Document]] = deque()
+        """Batches that are being encoded."""
+        self._batches: int = facts.get("batches", 0)
+        self._save_at = time.monotonic() + _SAVE_SECONDS
+
+    def iter_unwritten(self, batches: Iterable[list[Document]]) -> Iterator[tuple[list[Document], bool]]:
+        """Yield the batches that have to be encoded.
+
+        Yields:
+            A batch, and whether its first text continues the document of the batch before.
+        """
+        continues = False
+        for number, batch in enumerate(batches):
+            if number < self.facts.get("batches", 0):
+                ended = (document.label for document in batch if document.ends)
+                self.writer.add_labels(list(ended), write=False)
+                self._advance(batch)
+            else:
+                self.left.append(batch)
+                yield batch, continues
+            continues = not batch[-1].ends
+
+    def finish_batch(self, facts: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Count the first of the batches that are being encoded as written.
+
+        Args:
+            facts: Function that returns further facts to save. None if the progress is not worth saving,
+                because the launch is about to fail.
+        """
+        self._advance(self.left.popleft())
+        self._batches += 1
+        if facts is not None and time.monotonic() >= self._save_at:
+            self.writer.save_progress(**{**self.facts, **facts(), "batches": self._batches})
+            self._save_at = time.monotonic() + _SAVE_SECONDS
+
+    def _advance(self, batch: list[Document]) -> None:
+        self.bar.update(sum(map(_size, batch)))
+
+
+def _count_processes() -> int:
+    """Return the number of processes that encode texts; 1 in a process that others have started."""
+    return 1 if parallel.serves else min(cores(), _MOST_PROCESSES)
+
+
+def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress) -> dict[str, Any]:
     """Write all records; return what is known about the ends of answers."""
-    sizes: deque[int] = deque()
-    columns: deque[list[tuple[float, ...]]] = deque()
-
-    def batches() -> Iterator[list[Document]]:
-        for batch in _batches(source.documents(), _CHAT_CHARS, whole=True):
-            sizes.append(sum(_size(document) for document in batch))
-            columns.append([document.columns for document in batch])
-            yield batch
-
     from portable.data.tokens.chat_template import notes
 
-    stopping, ends, counts, prompt_left, unstopped = 0, Counter[int](), Counter[str](), "", ""
+    writer, saved = progress.writer, progress.facts
+    stopping, prompt_left = saved.get("stopping", 0), saved.get("prompt_left", "")
+    unstopped = saved.get("unstopped", "")
+    ends, counts = Counter[int](dict(saved.get("ends", ()))), Counter[str](saved.get("counts", {}))
+    skipped: list[str] = list(saved.get("skipped", ()))
     bad = source.fields.bad
     collected = CollectedErrors()
+    if bad is not None:
+        for line in skipped:
+            bad.skip(UserError(line))
+    batches = (batch for batch, _ in progress.iter_unwritten(_batches(source.documents(), whole=True)))
     encode = partial(chat.encode, collect=True)
-    for encoded in ordered_map(encode, batches(), processes=cores(), alone=_ALONE):
-        bar.update(sizes.popleft())
+
+    def build_facts() -> dict[str, Any]:
+        return {
+            "stopping": stopping,
+            "prompt_left": prompt_left,
+            "unstopped": unstopped,
+            "ends": list(ends.items()),
+            "counts": counts,
+            "skipped": skipped,
+        }
+
+    for encoded in ordered_map(encode, batches, processes=cores(), alone=_ALONE):
         try:
             for error in encoded.refused:
                 (collected if bad is None else bad).skip(error)
+                skipped.append(str(error))
         except EnoughErrors:
             break
-        if not encoded.tokens:
-            columns.popleft()
-            continue
-        lengths = [len(tokens) for tokens in encoded.tokens]
-        writer.add("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
-        pairs = zip(columns.popleft(), encoded.samples, strict=True)
-        writer.add_columns([values for values, samples in pairs for _ in range(samples)])
-        stopping, ends, counts = stopping + encoded.stopping, ends + encoded.ends, counts + encoded.counts
-        prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
-        if not stopping:  # not one of thousands: the template's, not the record's
-            raise _never_stops(chat, unstopped)
+        if encoded.tokens:
+            lengths = [len(tokens) for tokens in encoded.tokens]
+            writer.add("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
+            pairs = zip(progress.left[0], encoded.samples, strict=True)
+            writer.add_columns([document.columns for document, samples in pairs for _ in range(samples)])
+            stopping, ends, counts = stopping + encoded.stopping, ends + encoded.ends, counts + encoded.counts
+            prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
+            if not stopping:  # not one of thousands: the template's, not the record's
+                raise _never_stops(chat, unstopped)
+        progress.finish_batch(None if collected.errors else build_facts)
     if collected.errors:
         raise collected.to_error(source.name)
     return {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
@@ -225,37 +320,63 @@ def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
     )
 
 
-def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within: bool) -> bool:
-    """Write a batch; ``within`` says whether its first text goes on a document, and so does the result."""
-    frame, encoded = job.frame, _encode(job.tokenizer, [document.text for document in batch])
+def _write_texts(source: Source, job: TokenizeJob, progress: _Progress) -> None:
+    """Write all documents of a source of plain texts."""
+    writer = progress.writer
+    items = progress.iter_unwritten(_batches(source.documents()))
+    encode = partial(_encode_texts, job.tokenizer, job.frame)
+    for encoded in ordered_map(encode, items, processes=_count_processes(), alone=_TEXTS_ALONE):
+        for name, (tokens, lengths) in encoded.items():
+            writer.add(name, tokens, lengths)
+        documents = [document for document in progress.left[0] if document.ends]
+        writer.add_labels([document.label for document in documents])
+        writer.add_columns([document.columns for document in documents])
+        progress.finish_batch(dict)
+
+
+def _encode_texts(
+    tokenizer: Any, frame: Frame, item: tuple[list[Document], bool]
+) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Encode a batch of documents.
+
+    Args:
+        tokenizer: The tokenizer.
+        frame: The special tokens around each text.
+        item: The batch, and whether its first text continues a document.
+
+    Returns:
+        The tokens and the lengths of the documents that end in the batch, keyed by field.
+    """
+    batch, continues = item
     tokens: list[int] = []
     ends: list[int] = []
-    for document, ids in zip(batch, encoded, strict=True):
-        tokens += ids if within or begins_with(ids, frame.prefix) else [*frame.prefix, *ids]
-        within = not document.ends
+    for document, ids in zip(batch, _encode(tokenizer, [document.text for document in batch]), strict=True):
+        tokens += ids if continues or begins_with(ids, frame.prefix) else [*frame.prefix, *ids]
+        continues = not document.ends
         if document.ends:
             if not frame.once or tuple(ids[-len(frame.suffix) :]) != frame.suffix:
                 tokens += frame.suffix
             ends.append(len(tokens))
-    writer.add("text", tokens, np.diff(ends, prepend=0))
-    whole = [document for document in batch if document.ends]
+    lengths: npt.NDArray[np.int64] = np.diff([0, *ends]).astype(np.int64)
+    encoded = {"text": (np.array(tokens, np.int64), lengths)}
+    documents = [document for document in batch if document.ends]
     around = frame.target or frame
-    targets = [document.target for document in whole if document.target is not None]
-    for name, found in (
+    targets = [document.target for document in documents if document.target is not None]
+    pairs = [document.pair for document in documents if document.pair is not None]
+    for name, several in (
         (
             "target",
             [
                 [*(() if begins_with(ids, around.prefix) else around.prefix), *ids, *around.suffix]
-                for ids in _encode(job.tokenizer, targets, targets=True)
+                for ids in _encode(tokenizer, targets, targets=True)
             ],
         ),
-        ("pair", _encode(job.tokenizer, [document.pair for document in whole if document.pair is not None])),
+        ("pair", _encode(tokenizer, pairs)),
     ):
-        if found:
-            writer.add(name, [*chain.from_iterable(found)], [*map(len, found)])
-    writer.add_labels([document.label for document in whole])
-    writer.add_columns([document.columns for document in whole])
-    return within
+        if several:
+            lengths = np.array([*map(len, several)], np.int64)
+            encoded[name] = np.array([*chain.from_iterable(several)], np.int64), lengths
+    return encoded
 
 
 def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
@@ -272,16 +393,20 @@ def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[
     return encoded
 
 
-def _batches(
-    documents: Iterator[Document], chars: int = _BATCH_CHARS, *, whole: bool = False
-) -> Iterator[list[Document]]:
+def _batches(documents: Iterator[Document], *, whole: bool = False) -> Iterator[list[Document]]:
+    """Group documents into batches.
+
+    Args:
+        documents: The documents.
+        whole: Whether long texts stay whole, and pairs of documents together.
+    """
     batch: list[Document] = []
     held = 0
     for document in documents if whole else _in_pieces(documents):
         batch.append(document)
         held += len(document.text) + len(document.target or "") + len(document.pair or "")
         # The two of a preference stay together.
-        if (held >= chars or len(batch) >= _BATCH_DOCUMENTS) and not (whole and len(batch) % 2):
+        if (held >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS) and not (whole and len(batch) % 2):
             yield batch
             batch, held = [], 0
     if batch:

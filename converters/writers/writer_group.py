@@ -1,0 +1,106 @@
+"""Several processes that write one output, each its own files."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Protocol
+
+from converters.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from converters.storage.path_or_url import Place
+    from converters.writers.conversion import Plan, PlannedFile
+
+
+class WriterGroup(Protocol):
+    """Processes, on one or several machines, that write the same plan to the same folder or bucket.
+
+    Every process opens the same checkpoint and calls the same function to write it. Process 0 creates the
+    output, writes the small files, and publishes the output when all processes have written their files.
+
+    Attributes:
+        number: Number of this process, from 0 to `size - 1`.
+        size: Number of processes.
+    """
+
+    number: int
+    size: int
+
+    def call_everywhere(self, function: Callable[[], str]) -> list[str]:
+        """Call a function in every process and wait until all processes have done so.
+
+        Args:
+            function: Function of this process, whose result is sent to the other processes.
+
+        Returns:
+            The results of all processes, ordered by their numbers.
+
+        Raises:
+            CheckpointError: If the function failed in any process. The process itself raises the original
+                exception.
+        """
+
+
+def deal_files(files: Sequence[PlannedFile], size: int) -> list[list[PlannedFile]]:
+    """Distribute files over processes so that each process writes about the same number of bytes.
+
+    Every process computes the same distribution.
+
+    Args:
+        files: Files to write.
+        size: Number of processes.
+
+    Returns:
+        The files of each process, in the order of `files`.
+    """
+    loads = [0] * size
+    owners: dict[str, int] = {}
+    for file in sorted(files, key=lambda file: -file.nbytes):
+        owner = loads.index(min(loads))
+        loads[owner] += file.nbytes
+        owners[file.name] = owner
+    return [[file for file in files if owners[file.name] == number] for number in range(size)]
+
+
+def compute_plan_digest(plan: Plan) -> str:
+    """Compute a digest of the names, tensors and literal bytes of a plan's files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in plan.files:
+        digest.update(repr((file.name, len(file.parts), file.nbytes)).encode())
+        for part in file.parts:
+            if isinstance(part, bytes):
+                digest.update(part)
+        for entry in file.entries:
+            digest.update(repr((entry.name, entry.dtype, entry.nbytes)).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def check_same_plan(digests: Sequence[str]) -> None:
+    """Raise CheckpointError if a process has planned other files than process 0."""
+    for number, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise CheckpointError(
+                f"process {number} of {len(digests)} reads other tensors from the checkpoint than process 0; "
+                "give all processes the same files and versions"
+            )
+
+
+def check_size(path: Place, expected: int, actual: int | None) -> None:
+    """Check a file that another process has written.
+
+    Args:
+        path: Path or URL of the file.
+        expected: Planned size of the file in bytes.
+        actual: Size of the file as this process sees it, or None if the file is missing.
+
+    Raises:
+        CheckpointError: If the sizes differ.
+    """
+    if actual != expected:
+        state = "is missing" if actual is None else f"has {actual:,} bytes instead of {expected:,}"
+        raise CheckpointError(
+            f"{printable(path)}: {state}, although another process has written it; give all processes the "
+            "same file system, and write the output again"
+        )

@@ -1,0 +1,85 @@
+"""One process of each node, which together write the final model."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from converters.errors import CheckpointError
+from portable.errors import one_line
+from portable.ranks.collectives import background_group, gather_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class NodeWriters:
+    """A `converters` writer group of the first rank of each node. Rank 0 is process 0.
+
+    Args:
+        group: Process group of these ranks. None if rank 0 is the only one.
+        number: Number of this process.
+        size: Number of processes.
+
+    Attributes:
+        broken: Whether another process of the group has died.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, number: int, size: int) -> None:
+        self._group = group
+        self.number = number
+        self.size = size
+        self.broken = False
+
+    def call_everywhere(self, function: Callable[[], str]) -> list[str]:
+        """Call a function in every process of the group; see :class:`converters.WriterGroup`."""
+        if self._group is None:
+            return [function()]
+        result, failure = "", None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        answer = json.dumps({"result": result, "failure": None if failure is None else one_line(failure)})
+        try:
+            answers = [json.loads(text) for text in gather_text(answer, self._group)]
+        except RuntimeError as error:
+            if failure is not None:
+                raise failure from error
+            self.broken = True
+            raise CheckpointError(
+                f"another node that writes the model has stopped ({one_line(error)[:200]})"
+            ) from error
+        if failure is not None:
+            raise failure
+        for number, other in enumerate(answers):
+            if other["failure"] is not None:
+                raise CheckpointError(f"node {number}: {other['failure']}")
+        return [other["result"] for other in answers]
+
+
+def form_node_writers(sees_checkpoint: Callable[[], bool]) -> NodeWriters | None:
+    """Choose the ranks that write the final model: the first rank of each node. A collective call.
+
+    One process of a node is enough, because its threads use all cores, and because every process has to read
+    the index of the whole checkpoint.
+
+    Args:
+        sees_checkpoint: Function that returns whether this process can read the checkpoint. A node without
+            access to the file system of rank 0 does not write.
+
+    Returns:
+        The group. None on ranks that do not write.
+    """
+    if not dist.is_initialized():
+        return NodeWriters(None, 0, 1)
+    rank = dist.get_rank()
+    writes = rank == 0 or (os.environ.get("LOCAL_RANK", "0") == "0" and sees_checkpoint())
+    answers = gather_text("writes" if writes else "")
+    ranks = [number for number, answer in enumerate(answers) if answer]
+    # Without a group of their own, the ranks that do not write could not end before the others.
+    group = background_group(ranks) if len(ranks) > 1 else None
+    return NodeWriters(group, ranks.index(rank), len(ranks)) if writes else None
