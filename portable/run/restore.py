@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
@@ -23,7 +24,7 @@ from portable.run.user_code import changed, digests
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.storage.path_or_url import Place
     from portable.backend import Engine
@@ -59,13 +60,14 @@ def restore(
         pretrained = _pretrained(prepared, blueprint)
     if source is None:
         assert blueprint is not None
-        engine = _engine(prepared, {} if pretrained is None else pretrained.found)
+        engine = _engine(prepared, dict if pretrained is None else lambda: pretrained.found)
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
     candidates = own[own.index(source) :] if source in own else [source]
-    engine = _engine(prepared, _tensors(candidates) if external is None else external.checkpoint.tensors)
+    stored = partial(_tensors, candidates) if external is None else lambda: external.checkpoint.tensors
+    engine = _engine(prepared, stored)
     if blueprint is not None:
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
@@ -115,10 +117,15 @@ def _begin(
         compute(prepared, engine, uncomputed)
 
 
-def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
-    """The engine of the run, in which frozen parameters have room for exactly the values in ``tensors``."""
+def _engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
+    """Build the engine of the run, in which frozen parameters have room for exactly their stored values.
+
+    Args:
+        prepared: The run.
+        read_tensors: Function that returns the stored tensors. It is called only if parameters are frozen.
+    """
     if prepared.config.train.freezes or (prepared.adapter is None and get_unreached_names(prepared.model)):
-        keep_as_stored(prepared.model, tensors, prepared.config.precision)
+        keep_as_stored(prepared.model, read_tensors(), prepared.config.precision)
     return prepared.backend.prepare(prepared.model, prepared.config)
 
 
