@@ -4,9 +4,9 @@
      "__0_0.distcp": {"bytes": 9876}, "mp_rank_00_model_states.pt": {"bytes": 8765, "directory": 456}},
      "crc32": 789}
 
-It holds a CRC32 of itself. Writing it reads no tensor data: `.distcp` files have checksums of their own, in a
-file that the manifest names (:mod:`converters.formats.dcp.checksums`), and the zip directory of a torch.save
-file holds the CRC32s that torch computed while writing. Reading a tensor checks those.
+It holds a CRC32 of itself. Writing it reads no tensor data: the checksums of `.distcp` and `.metadata` files
+are in a file that the manifest names (:mod:`converters.formats.dcp.checksums`), and the zip directory of a
+torch.save file holds the CRC32s that torch computed while writing. Reading a tensor checks those.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
-_DISTCP = ".distcp"
+# Files of DCP, whose checksums are in a file of their own. `Path(".metadata")` has no suffix.
+_CHECKED_ELSEWHERE = (".distcp", ".metadata")
 _ZIP = b"PK\x03\x04"
 
 Entries = dict[str, dict[str, int]]
@@ -50,7 +51,7 @@ def manifest_entries(folder: Path) -> Entries:
         name = path.relative_to(folder).as_posix()
         file = opened.file(name)
         entries[name] = {"bytes": file.nbytes}
-        if path.suffix != _DISTCP:
+        if not path.name.endswith(_CHECKED_ELSEWHERE):
             zipped = file.read(0, min(len(_ZIP), file.nbytes)) == _ZIP
             kind = "directory" if zipped else "crc32"
             entries[name][kind] = _CHECKSUMS[kind](file)

@@ -204,7 +204,8 @@ def load(
                     _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
                 engine.load(external.checkpoint)
                 return Progress(external.step, external.samples)
-            checkpoint = open_checkpoint(source)
+            rank = prepared.backend.rank, prepared.backend.world_size
+            checkpoint = open_checkpoint(source, rank=rank)
             state = TrainerState.read(checkpoint.root)
             if prepared.backend.rank == 0:  # which reports for all
                 warning = state.check_files(checkpoint.root)
