@@ -207,10 +207,9 @@ def load(
             rank = prepared.backend.rank, prepared.backend.world_size
             checkpoint = open_checkpoint(source, rank=rank)
             state = TrainerState.read(checkpoint.root)
-            if prepared.backend.rank == 0:  # which reports for all
-                warning = state.check_files(checkpoint.root)
-                if warning is not None:
-                    tell(f"warning: {warning}")
+            warning = state.check_files(checkpoint.root, *rank)
+            if warning is not None and prepared.backend.rank == 0:
+                tell(f"warning: {warning}")
             changes = find_changes(state.run, prepared.config.fingerprint())
             for change in changes:
                 if not (change.adjustable or (not same_folder and may_change_in_new_folder(change))):

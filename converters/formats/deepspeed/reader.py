@@ -100,7 +100,8 @@ def _open(source: Source, path: Place) -> Checkpoint:
     if not names.model.get(0):
         raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
     folder = Folder(path)
-    model = read_model(folder, next(iter(names.model[0].values())))
+    rank = _find_own_rank(source, names)
+    model = read_model(folder, names.model[0].get(rank or 0, next(iter(names.model[0].values()))))
     degree = _degree(path, names, model)
     if not names.optim:
         if names.per_rank_model or degree > 1 or model.pipeline or names.experts:
@@ -122,6 +123,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
             replace(held, shared=model.shared),
             per_rank_model=names.per_rank_model,
             experts=Experts(folder, names.experts) if names.experts else None,
+            rank=rank,
         )
         for rank, held in enumerate(models)
     ]
@@ -134,6 +136,15 @@ def _open(source: Source, path: Place) -> Checkpoint:
         weights = merged_weights(runs, layout)
         return _checkpoint(source.path, runs, weights, lambda: merged_optimizer(runs, layout))
     return _checkpoint(source.path, runs, runs[0].weights(), runs[0].optimizer)
+
+
+def _find_own_rank(source: Source, names: Names) -> int | None:
+    """Return the reader's rank if it needs only its own files: the world is the one that wrote them."""
+    if source.rank is None or len(names.optim) != 1 or names.experts or names.layers:
+        return None
+    rank, world_size = source.rank
+    is_same_world = list(names.optim.get(0, ())) == list(range(world_size))
+    return rank if is_same_world and world_size > 1 else None
 
 
 def _degree(path: Place, names: Names, model: ModelFile) -> int:
