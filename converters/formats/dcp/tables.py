@@ -108,7 +108,6 @@ class ShardTables:
         ]
         sizes = self._checksums.sizes
         if sum(sizes[name] for name in (*self._read, *names)) > sizes[_WHOLE]:
-            self._read.clear()
             names = [_WHOLE]
         for name in names:
             self._read[name] = read_metadata_file(self._folder, name, self._checksums)
