@@ -262,11 +262,12 @@ def test_torch_loads_what_tables_describe(sixteen_ranks: Path) -> None:
         ("__3_0.distcp", struct.pack("<4f", 3, 3, 3, 3)),
         ("shard_checksums.json", b"__3.m"),
     ],
+    ids=["table", "shard", "index"],
 )
 def test_a_damaged_table_is_refused(sixteen_ranks: Path, name: str, damaged: bytes) -> None:
     path = sixteen_ranks / name
     content = bytearray(path.read_bytes())
-    content[content.rindex(damaged) + 2] ^= 1
+    content[content.index(damaged) + 2] ^= 1
     path.write_bytes(bytes(content))
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         for tensor in open_checkpoint(sixteen_ranks, rank=(3, 16)).tensors.values():
