@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import resource
 import shutil
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,19 +121,32 @@ def measure_opening(folder: Path, rank: str) -> tuple[float, float]:
     return float(output[0]), float(output[1])
 
 
-def measure_growth(parameters: int, ranks: int) -> dict[str, float]:
-    """Write and open the checkpoint of so many ranks."""
+def write_empty_rank(folder: Path, table: Table, rank: int) -> Table:
+    """Write empty files in place of a rank's shard file and table, and list the table as large as another."""
+    record = table.record
+    boxes = {shape: ((rank, 0), sizes) for shape, (_, sizes) in record.boxes.items()}
+    (folder / f"__{rank}_0.distcp").touch()
+    (folder / f"__{rank}.metadata").touch()
+    return replace(table, record=replace(record, name=f"__{rank}.metadata", boxes=boxes))
+
+
+def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict[str, float]:
+    """Write and open the checkpoint of so many ranks; if sparse, the files of all but two ranks are empty."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-scale-"))
     try:
         seconds, keys = measure_cpu(partial(list_keys, parameters, ranks))
         tables = []
-        for rank in range(ranks):
-            of_rank, table = measure_cpu(partial(write_rank, folder, keys, rank))
+        for rank in reversed(range(ranks)):
+            if not sparse or rank >= ranks - 2:
+                of_rank, table = measure_cpu(partial(write_rank, folder, keys, rank))
+            else:
+                table = write_empty_rank(folder, table, rank)
             tables.append(table)
+        tables.reverse()
         joining, nbytes = measure_cpu(partial(write_metadata, folder, tables))
         same, same_mb = measure_opening(folder, f"{ranks - 1}/{ranks}")
         half, half_mb = measure_opening(folder, f"{ranks // 2 - 1}/{ranks // 2}")
-        whole, whole_mb = measure_opening(folder, "all")
+        whole, whole_mb = (math.nan, math.nan) if sparse else measure_opening(folder, "all")
     finally:
         shutil.rmtree(folder)
     return {
@@ -231,6 +246,7 @@ def main() -> None:
     growth = commands.add_parser("growth")
     growth.add_argument("--tensors", type=int, default=1137, help="parameters of the model")
     growth.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128])
+    growth.add_argument("--sparse", action="store_true", help="leave the files of all but two ranks empty")
     growth.add_argument("--json", type=Path)
     steps = commands.add_parser("steps")
     steps.add_argument("--place", choices=("thread", "dcp-thread", "dcp-process"), default="thread")
@@ -251,7 +267,7 @@ def main() -> None:
     else:
         rows = []
         for ranks in options.ranks:
-            rows.append(measure_growth(options.tensors, ranks))
+            rows.append(measure_growth(options.tensors, ranks, sparse=options.sparse))
             print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
     if options.command == "steps":
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()))

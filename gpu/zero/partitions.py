@@ -69,7 +69,7 @@ def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) ->
 def _split_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """Yield the indices of the boxes that elements ``start`` to ``stop`` consist of, in row-major order.
 
-    There are whole rows, and part of a row before and after them.
+    There are complete rows, and part of a row before and after them.
     """
     if not shape or start >= stop:
         if start < stop:

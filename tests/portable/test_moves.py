@@ -156,7 +156,7 @@ def test_writes_what_the_reference_holds(
 
 
 OWN_FILES = {
-    **dict.fromkeys(("full_shard", "full_shard, layers shared"), ("__{}.metadata", "__{}_0.distcp")),
+    "full_shard": ("__{}.metadata", "__{}_0.distcp"),
     "zero1": ("zero_pp_rank_{}_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"),
     "zero3": (
         "zero_pp_rank_{}_mp_rank_00_optim_states.pt",

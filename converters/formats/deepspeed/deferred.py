@@ -158,5 +158,6 @@ def defer_model(folder: Folder, name: str, own: ModelFile) -> ModelFile:
         key: DeferredTensor(value, value.shape, partial(file.tensor, (key,)))
         for key, value in own.fragments.items()
     }
-    where = str(folder.path / name)
-    return replace(own, where=where, module={}, content={}, groups=None, fragments=fragments)
+    return replace(
+        own, where=str(folder.path / name), module={}, content={}, groups=None, fragments=fragments
+    )
