@@ -66,7 +66,8 @@ def restore(
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
     candidates = own[own.index(source) :] if source in own else [source]
-    stored = partial(_tensors, candidates) if external is None else lambda: external.checkpoint.tensors
+    rank = backend.rank, backend.world_size
+    stored = partial(_tensors, candidates, rank) if external is None else lambda: external.checkpoint.tensors
     engine = _engine(prepared, stored)
     if blueprint is not None:
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
@@ -129,11 +130,11 @@ def _engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -
     return prepared.backend.prepare(prepared.model, prepared.config)
 
 
-def _tensors(candidates: Sequence[Place]) -> Mapping[str, Any]:
+def _tensors(candidates: Sequence[Place], rank: tuple[int, int]) -> Mapping[str, Any]:
     """The tensors of the newest checkpoint that can be opened, all of which have the same dtypes."""
     for candidate in candidates:
         try:
-            return open_checkpoint(candidate).tensors
+            return open_checkpoint(candidate, rank=rank).tensors
         except CheckpointError:  # reported when it is loaded
             continue
     return {}

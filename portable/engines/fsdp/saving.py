@@ -100,9 +100,14 @@ def write_checkpoint(
         OSError: On every rank, if any rank could not write its files.
     """
     ranks = _Ranks(group)
-    planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-    keys, holders = _merge_keys(_describe_keys(planner), ranks)
+    keys: list[KeyEntry] = []
+    holders: Mapping[str, tuple[int, ...]] = {}
     written: list[Table] = []
+
+    def describe() -> bytes:
+        planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+        keys.extend(_describe_keys(planner))
+        return hashlib.blake2b(repr(keys).encode()).digest()
 
     def write_shards() -> TableRecord:
         file, pieces, copies = _write_shards(folder, planner, ranks, holders)
@@ -124,6 +129,10 @@ def write_checkpoint(
             raise OSError(f"{folder}: the ranks wrote {stored:,} elements of {expected:,}")
         write_tables_index(folder, records, metadata_crc32=crc32, metadata_nbytes=nbytes)
 
+    digests = ranks.run(describe)
+    # The keys of ranks differ only if a custom optimizer has other state on another rank.
+    if not ranks.broadcast(digests is not None and len(set(digests)) == 1):
+        keys[:], holders = _merge_keys(ranks.all_gather(keys))
     records = ranks.run(write_shards)
     ranks.run(partial(ranks.send, written[0].pieces) if records is None else partial(write_metadata, records))
 
@@ -172,11 +181,6 @@ class _Ranks:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
-    def have_equal(self, value: Any) -> bool:
-        """Return whether all ranks have the same value."""
-        values = self._gather(value)
-        return bool(self.broadcast(values is not None and len(set(values)) == 1))
-
     def all_gather(self, value: T) -> list[T]:
         """Gather a value on all ranks."""
         values = [value] * self.world_size
@@ -219,23 +223,23 @@ def _describe_keys(planner: DefaultSavePlanner) -> list[KeyEntry]:
     return keys
 
 
-def _merge_keys(keys: list[KeyEntry], ranks: _Ranks) -> tuple[list[KeyEntry], Mapping[str, tuple[int, ...]]]:
-    """Merge the keys of all ranks, which differ only if a custom optimizer has other state on another rank.
+def _merge_keys(
+    keys_by_rank: Sequence[list[KeyEntry]],
+) -> tuple[list[KeyEntry], Mapping[str, tuple[int, ...]]]:
+    """Merge the keys of all ranks.
 
     Returns:
         The keys of all ranks, and the ranks that have a key if not all of them have it.
     """
-    if ranks.have_equal(hashlib.blake2b(repr(keys).encode()).digest()):
-        return keys, {}
     merged: dict[str, KeyEntry] = {}
     holders: dict[str, list[int]] = {}
-    for rank, keys_of_rank in enumerate(ranks.all_gather(keys)):
+    for rank, keys_of_rank in enumerate(keys_by_rank):
         for entry in keys_of_rank:
             if merged.setdefault(entry.key, entry) != entry:
                 raise OSError(f"{entry.key}: has another shape or dtype on rank {rank} than on a lower rank")
             holders.setdefault(entry.key, []).append(rank)
     return list(merged.values()), {
-        key: tuple(of_key) for key, of_key in holders.items() if len(of_key) < ranks.world_size
+        key: tuple(of_key) for key, of_key in holders.items() if len(of_key) < len(keys_by_rank)
     }
 
 
