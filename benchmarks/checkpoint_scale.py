@@ -122,7 +122,7 @@ def measure_opening(folder: Path, rank: str) -> tuple[float, float]:
 
 
 def write_empty_rank(folder: Path, table: Table, rank: int) -> Table:
-    """Write empty files in place of a rank's shard file and table, and list the table as large as another."""
+    """Write an empty shard file and table for a rank, and list the table as large as another."""
     record = table.record
     boxes = {shape: ((rank, 0), sizes) for shape, (_, sizes) in record.boxes.items()}
     (folder / f"__{rank}_0.distcp").touch()
@@ -224,10 +224,11 @@ def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bo
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-    from portable.engines.fsdp.saving import Saver
+    from portable.engines.fsdp import saving
 
-    if place == "thread":
-        saver = Saver()
+    if place in ("thread", "process"):
+        saving.MIN_PROCESS_BYTES = 0 if place == "process" else 1 << 62
+        saver = saving.Saver()
         return lambda state, folder: saver.save(state, folder, background=True).done
     kind = AsyncCheckpointerType.PROCESS if place == "dcp-process" else AsyncCheckpointerType.THREAD
 
@@ -249,7 +250,9 @@ def main() -> None:
     growth.add_argument("--sparse", action="store_true", help="leave the files of all but two ranks empty")
     growth.add_argument("--json", type=Path)
     steps = commands.add_parser("steps")
-    steps.add_argument("--place", choices=("thread", "dcp-thread", "dcp-process"), default="thread")
+    steps.add_argument(
+        "--place", choices=("thread", "process", "dcp-thread", "dcp-process"), default="process"
+    )
     steps.add_argument("--tensors", type=int, default=3411)
     steps.add_argument("--megabytes", type=int, default=400)
     steps.add_argument("--device", default="cpu")

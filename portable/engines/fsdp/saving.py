@@ -17,11 +17,8 @@ import torch
 import torch.distributed as dist
 from isal import isal_zlib
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from converters import item_checksums
 from converters.tensors.dtypes import FROM_TORCH
 from converters.writers.dcp_tables import (
     KeyEntry,
@@ -32,9 +29,9 @@ from converters.writers.dcp_tables import (
     write_tables_index,
 )
 from portable.checkpoint.store import in_background
+from portable.engines.fsdp.shard_writer import WriterProcess, write_items
 from portable.engines.staging import WriteHandle, staged
 from portable.errors import one_line
-from portable.private import of_torch
 from portable.ranks.collectives import background_group
 from portable.terminal import quiet_checkpoint_warnings
 
@@ -51,6 +48,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 quiet_checkpoint_warnings()
 
+MIN_PROCESS_BYTES = 256 << 20
+"""Smallest shard file that a background save writes in a process of its own."""
 _SMALL_BYTES = 1024
 """Every rank writes replicated tensors up to this size, so that a resume finds them in its own file."""
 
@@ -64,6 +63,7 @@ class Saver:
 
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
         self._planner = planner
+        self._process = WriterProcess()
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -77,16 +77,24 @@ class Saver:
         planner = (self._planner or DefaultSavePlanner)()
 
         def write() -> None:
-            write_checkpoint(state, folder, planner, group)
+            write_checkpoint(state, folder, planner, group, self._process if background else None)
 
         if background:
             return WriteHandle(in_background(write, name="checkpoint"))
         write()
         return WriteHandle(None)
 
+    def close(self) -> None:
+        """End the process that writes large files, if there is one."""
+        self._process.close()
+
 
 def write_checkpoint(
-    state: dict[str, Any], folder: Path, planner: DefaultSavePlanner, group: dist.ProcessGroup | None
+    state: dict[str, Any],
+    folder: Path,
+    planner: DefaultSavePlanner,
+    group: dist.ProcessGroup | None,
+    process: WriterProcess | None = None,
 ) -> None:
     """Write this rank's shards and table; rank 0 also writes ``.metadata``. A collective call.
 
@@ -95,6 +103,7 @@ def write_checkpoint(
         folder: Existing folder on this rank's host. Other ranks may use other folders.
         planner: DCP's planner.
         group: Process group of all ranks; None in a single process.
+        process: Process that writes large shard files; None to write all in this process.
 
     Raises:
         OSError: On every rank, if any rank could not write its files.
@@ -110,7 +119,7 @@ def write_checkpoint(
         return hashlib.blake2b(repr(keys).encode()).digest()
 
     def write_shards() -> TableRecord:
-        file, pieces, copies = _write_shards(folder, planner, ranks, holders)
+        file, pieces, copies = _write_shards(folder, planner, ranks, holders, process)
         table, content = build_table(f"__{ranks.rank}.metadata", file, keys, pieces, copies)
         _write_synced(folder / table.record.name, iter([content]))
         written.append(table)
@@ -244,7 +253,11 @@ def _merge_keys(
 
 
 def _write_shards(
-    folder: Path, planner: DefaultSavePlanner, ranks: _Ranks, holders: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    planner: DefaultSavePlanner,
+    ranks: _Ranks,
+    holders: Mapping[str, tuple[int, ...]],
+    process: WriterProcess | None,
 ) -> tuple[str, list[WrittenPiece], list[WrittenPiece]]:
     """Write the shard file of this rank.
 
@@ -276,18 +289,18 @@ def _write_shards(
         if is_owner or nbytes <= _SMALL_BYTES:
             owned[item.index] = is_owner
             items.append(item)
-    plan = SavePlan(items, storage_data=of_torch.storage_prefix(f"__{ranks.rank}_"))
-    results = FileSystemWriter(folder, sync_files=True).write_data(plan, planner).wait()
-    stored = [result.storage_data for result in results]
-    checksums = item_checksums(folder, [(info.relative_path, info.offset, info.length) for info in stored])
+    nbytes = sum(item.tensor_storage_size() or 0 for item in items)
+    is_large = process is not None and nbytes >= MIN_PROCESS_BYTES
+    write = process.write_items if process is not None and is_large else write_items
+    written = write(folder, ranks.rank, items, planner)
     sizes = {item.index: () if item.tensor_data is None else item.tensor_data.chunk.sizes for item in items}
     pieces: tuple[list[WrittenPiece], list[WrittenPiece]] = [], []
-    for result, info, checksum in zip(results, stored, checksums, strict=True):
-        index = result.index
+    for item in written:
+        index = item.index
         offsets = None if index.offset is None else tuple(index.offset)
-        piece = WrittenPiece(index.fqn, offsets, tuple(sizes[index]), info.offset, info.length, checksum)
+        piece = WrittenPiece(index.fqn, offsets, tuple(sizes[index]), item.offset, item.length, item.checksum)
         pieces[0 if owned[index] else 1].append(piece)
-    file = next((info.relative_path for info in stored), f"__{ranks.rank}_0.distcp")
+    file = next((item.file for item in written), f"__{ranks.rank}_0.distcp")
     return file, *pieces
 
 
