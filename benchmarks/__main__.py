@@ -11,6 +11,11 @@ PROGRAMS = {
     "convert": ("the converter beside cp and each framework's own tool", "10 GB of disk", "15 minutes"),
     "kills": ("a run that is killed a hundred times, on a disk or in a bucket", "", "an hour"),
     "soak": ("a run of an hour, whose memory and descriptors must not grow", "", "an hour"),
+    "checkpoint_scale": (
+        "a save and a resume by the number of ranks; steps during a save",
+        "2 GB of disk",
+        "5 minutes",
+    ),
     "plan": ("planned memory beside the allocator's", "", "3 minutes"),
     "tpu_compile": (
         "planned memory of a TPU beside what libtpu's compiler says",

@@ -4,9 +4,9 @@
      "__0_0.distcp": {"bytes": 9876}, "mp_rank_00_model_states.pt": {"bytes": 8765, "directory": 456}},
      "crc32": 789}
 
-It holds a CRC32 of itself. Writing it reads no tensor data: `.distcp` files have checksums of their own, in a
-file that the manifest names (:mod:`converters.formats.dcp.checksums`), and the zip directory of a torch.save
-file holds the CRC32s that torch computed while writing. Reading a tensor checks those.
+It holds a CRC32 of itself. Writing it reads no tensor data: the checksums of `.distcp` and `.metadata` files
+are in a file that the manifest names (:mod:`converters.formats.dcp.checksums`), and the zip directory of a
+torch.save file holds the CRC32s that torch computed while writing. Reading a tensor checks those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from isal import isal_zlib
 from converters.errors import CheckpointError, printable
 from converters.storage.bytes import CHUNK
 from converters.storage.folder import Folder
-from converters.storage.places import files_below
+from converters.storage.places import names_below
 from converters.storage.safe_open import read_small_text, stays_inside
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
-_DISTCP = ".distcp"
+# Files of DCP, whose checksums are in a file of their own. `Path(".metadata")` has no suffix.
+_CHECKED_ELSEWHERE = (".distcp", ".metadata")
 _READS = 16
 """Files that are read at a time."""
 _ZIP = b"PK\x03\x04"
@@ -53,7 +54,7 @@ def manifest_entries(folder: Path) -> Entries:
         name = path.relative_to(folder).as_posix()
         file = opened.file(name)
         entries[name] = {"bytes": file.nbytes}
-        if path.suffix != _DISTCP:
+        if not path.name.endswith(_CHECKED_ELSEWHERE):
             zipped = file.read(0, min(len(_ZIP), file.nbytes)) == _ZIP
             kind = "directory" if zipped else "crc32"
             entries[name][kind] = _CHECKSUMS[kind](file)
@@ -87,7 +88,12 @@ def read_manifest(folder: Place) -> dict[str, Any] | None:
     return found
 
 
-def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -> dict[str, Any] | None:
+def check_manifest(
+    folder: Place,
+    only: Callable[[str], object] | None = None,
+    *,
+    reads: Callable[[str], bool] = lambda _: True,
+) -> dict[str, Any] | None:
     """Check the files of a checkpoint against its manifest; None where it has none.
 
     Other files are ignored, except those that would make the folder look like another format.
@@ -95,6 +101,8 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
     Args:
         folder: of the checkpoint.
         only: whether to check the file of that name; by default all are checked.
+        reads: whether to read the file of that name and compare its checksum; of others, only the size is
+            compared. By default, all files that are checked are read.
 
     Raises:
         CheckpointError: a file is missing, differs from what was written, or was put in.
@@ -102,7 +110,7 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
     found = read_manifest(folder)
     if found is None:
         return None
-    listed = files_below(folder)
+    listed = names_below(folder)
     for name in sorted(listed):
         if name not in found["files"] and _ANOTHER_FORMAT.fullmatch(name):
             raise CheckpointError(
@@ -126,8 +134,9 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
         )
 
     # Each rank has written files, so there may be thousands, and a read takes as long as a request.
+    names = list(filter(reads, checked))
     with ThreadPoolExecutor(_READS) as pool:
-        for name, intact in zip(checked, pool.map(is_intact, checked), strict=True):
+        for name, intact in zip(names, pool.map(is_intact, names), strict=True):
             if not intact:
                 raise CheckpointError(f"{printable(folder / name)}: damaged, or from another save")
     return found

@@ -32,6 +32,7 @@ def open_checkpoint(
     *,
     order: Sequence[str] = (),
     companions: Mapping[str, Place] | None = None,
+    rank: tuple[int, int] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any supported format.
 
@@ -43,6 +44,9 @@ def open_checkpoint(
             It names optimizer state that is keyed by index where the files do not record the order.
         companions: files (name -> path) in place of those found beside the shards, such as the model's
             `config.json`, which says how the tensors of some formats are named.
+        rank: rank and world size of this process, if each rank of a job opens the checkpoint to read its own
+            slices. The files of other ranks are then opened only when a slice needs them, so their absence
+            or damage is noticed only then.
 
     Returns:
         A `Checkpoint`; only headers have been read.
@@ -59,7 +63,7 @@ def open_checkpoint(
     format, source, found = _locate(root, tag)
     try:
         config = companions.get("config.json") if companions else None
-        checkpoint = format.open(replace(source, order=tuple(order), config=config), found)
+        checkpoint = format.open(replace(source, order=tuple(order), config=config, rank=rank), found)
         return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
         raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None

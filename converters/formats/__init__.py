@@ -43,12 +43,15 @@ class Source:
             `latest`); None for the newest.
         order: the names of the model's parameters in module order, where the caller knows them.
         config: the model's config.json, where the caller names it; else formats look beside the files.
+        rank: Rank and world size of a process that reads its own slices, if each rank of a job opens the
+            checkpoint. Formats may then read the metadata of other ranks only when it is needed.
     """
 
     path: Place
     tag: str | None = None
     order: tuple[str, ...] = ()
     config: Place | None = None
+    rank: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,17 @@ def files_below(folder: Place) -> dict[str, Object]:
     return found
 
 
+def names_below(folder: Place) -> set[str]:
+    """Return the names of the files below a folder, relative to it. On a disk, no file is looked at."""
+    if in_store(folder):
+        return set(folder.objects())
+    names = set()
+    for path, _, files in os.walk(folder):
+        prefix = "" if path == str(folder) else os.path.relpath(path, folder).replace(os.sep, "/") + "/"
+        names.update(prefix + file for file in files)
+    return names
+
+
 def folders_in(folder: P) -> list[P]:
     """The folders directly in a folder as it is now, hidden ones too; none where it does not exist."""
     if in_store(folder):

@@ -20,7 +20,7 @@ from converters.tensors.tensor import Tensor, row_major
 from converters.writers.conversion import Part, Trailer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from converters.storage.path_or_url import Place
 
@@ -67,14 +67,18 @@ class Persistent:
     value: tuple[Any, ...]
 
 
+Memo = dict["Hashable", bytes]
+"""Maps a string, a `Name` or another key to the opcode that fetches its value."""
+
+
 def pickle(value: Any) -> bytes:
     """A protocol 2 pickle of plain containers and the objects above; TypeError for anything else."""
     out = bytearray(b"\x80\x02")
-    _emit(value, out, {})
+    emit(value, out, {})
     return bytes(out + b".")
 
 
-def _emit(value: Any, out: bytearray, memo: dict[str | Name, bytes]) -> None:
+def emit(value: Any, out: bytearray, memo: Memo) -> None:
     """Append what makes `value`; names and strings that came before are fetched from the memo."""
     if value is None:
         out += b"N"
@@ -95,36 +99,41 @@ def _emit(value: Any, out: bytearray, memo: dict[str | Name, bytes]) -> None:
         else:
             data = value.encode("utf-8", "surrogatepass")
             out += b"X" + struct.pack("<L", len(data)) + data
-        number = len(memo)
-        short = number < 256
-        at = bytes([number]) if short else struct.pack("<L", number)
-        out += (b"q" if short else b"r") + at
-        memo[value] = (b"h" if short else b"j") + at
+        remember(value, out, memo)
     elif isinstance(value, (tuple, list)):
         out += b"(" if isinstance(value, tuple) else b"]("
         for item in value:
-            _emit(item, out, memo)
+            emit(item, out, memo)
         out += b"t" if isinstance(value, tuple) else b"e"
     elif isinstance(value, dict):
         out += b"}("
         for key, item in value.items():
-            _emit(key, out, memo)
-            _emit(item, out, memo)
+            emit(key, out, memo)
+            emit(item, out, memo)
         out += b"u"
     elif isinstance(value, Call):
-        _emit(value.function, out, memo)
-        _emit(value.args, out, memo)
+        emit(value.function, out, memo)
+        emit(value.args, out, memo)
         out += b"R"
     elif isinstance(value, Made):
-        _emit(value.kind, out, memo)
+        emit(value.kind, out, memo)
         out += b")\x81"
-        _emit(value.state, out, memo)
+        emit(value.state, out, memo)
         out += b"b"
     elif isinstance(value, Persistent):
-        _emit(value.value, out, memo)
+        emit(value.value, out, memo)
         out += b"Q"
     else:
         raise TypeError(f"{type(value).__name__} cannot be pickled here")
+
+
+def remember(key: Hashable, out: bytearray, memo: Memo) -> None:
+    """Append the opcode that stores the value on top of the stack, which `memo[key]` fetches again."""
+    number = len(memo)
+    short = number < 256
+    position = bytes([number]) if short else struct.pack("<L", number)
+    out += (b"q" if short else b"r") + position
+    memo[key] = (b"h" if short else b"j") + position
 
 
 def size_of(shape: tuple[int, ...]) -> Call:

@@ -18,7 +18,7 @@ import torch
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from gpu.zero import private_api
-from portable.model.tensors import fill, to_torch
+from portable.model.tensors import fill
 from portable.optim.average import exchange
 from portable.optim.muon import Matrix, spread
 from portable.optim.user_optimizer import number_like
@@ -53,28 +53,44 @@ class Fragment:
 
 @torch.no_grad()
 def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) -> None:
-    """Copy elements ``start`` to ``stop`` of ``source``, in row-major order; read only the rows around them.
+    """Copy elements ``start`` to ``stop`` of ``source``, in row-major order, and read no others.
 
     Args:
         target: flat, of ``stop - start`` elements.
     """
-    shape, chosen = source.shape, list[slice]()
-    if not shape:
-        target.copy_(to_torch(source.read().reshape(1)[start:stop]))
+    offset = 0
+    for index in _split_into_boxes(source.shape, start, stop):
+        sizes = [part.stop - part.start for part in index]
+        numel = math.prod(sizes)
+        fill(target[offset : offset + numel].view(sizes), source, index)
+        offset += numel
+
+
+def _split_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of the boxes that elements ``start`` to ``stop`` consist of, in row-major order.
+
+    There are complete rows, and part of a row before and after them.
+    """
+    if not shape or start >= stop:
+        if start < stop:
+            yield ()
         return
-    for dim in range(len(shape)):
-        row = math.prod(shape[dim + 1 :])
-        first, last = start // row, (stop - 1) // row
-        chosen.append(slice(first, last + 1))
-        start, stop = start - first * row, stop - first * row
-        if first != last:
-            break
-    index = (*chosen, *(slice(0, size) for size in shape[len(chosen) :]))
-    sizes = [part.stop - part.start for part in index]
-    if math.prod(sizes) == target.numel():
-        fill(target.view(sizes), source, index)
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # all within one row
+        parts = [(last, start, stop)]
+        whole = None
     else:
-        target.copy_(to_torch(source.read(index).reshape(-1)[start:stop]))
+        parts = [(first - 1, start, first * row)] if start < first * row else []
+        whole = (slice(first, last), *(slice(0, size) for size in shape[1:])) if first < last else None
+    for number, low, high in parts:
+        for index in _split_into_boxes(shape[1:], low - number * row, high - number * row):
+            yield slice(number, number + 1), *index
+    if whole is not None:
+        yield whole
+    if first <= last and last * row < stop:
+        for index in _split_into_boxes(shape[1:], 0, stop - last * row):
+            yield slice(last, last + 1), *index
 
 
 class FlatPartitions:

@@ -23,6 +23,8 @@ FORMAT_VERSION = 2
 """Version 1 had no manifest."""
 _WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
+# Files of DeepSpeed, its swap files, and files of DCP.
+_RANK_FILE = re.compile(r"(?:.*/)?\w*pp_rank_(\d+)_.*|(?:.*/)?offloaded_tensors/rank(\d+)/.*|__(\d+)[_.].*")
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 
@@ -92,8 +94,16 @@ class TrainerState:
             raise TypeError("schedule has no total_steps")
         return self
 
-    def check_files(self, folder: Place) -> str | None:
+    def check_files(self, folder: Place, rank: int = 0, world_size: int = 1) -> str | None:
         """Check every file of this checkpoint in ``folder`` against the manifest.
+
+        If all ranks call it, they share the work: a rank compares the checksums of the files that it would
+        have written, and rank 0 also those of all other files, and the sizes of all.
+
+        Args:
+            folder: Folder of the checkpoint.
+            rank: This rank.
+            world_size: Number of ranks that call this method.
 
         Returns:
             a warning if the checkpoint has an old format without a manifest.
@@ -102,7 +112,8 @@ class TrainerState:
             DamagedError: if a file is missing or was changed.
         """
         try:
-            manifest = check_manifest(folder)
+            is_own = lambda name: find_rank_of_file(name) % world_size == rank  # noqa: E731
+            manifest = check_manifest(folder, only=is_own if rank else None, reads=is_own)
         except CheckpointError as error:
             raise DamagedError(f"{one_line(error)}; use an older checkpoint") from error
         if manifest is None:
@@ -134,6 +145,12 @@ class TrainerState:
 
     def write(self, folder: Path) -> None:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def find_rank_of_file(name: str) -> int:
+    """Return the rank that wrote a file of a checkpoint; 0 if the name has no rank."""
+    match = _RANK_FILE.fullmatch(name)
+    return int(next(filter(None, match.groups()))) if match else 0
 
 
 def step_of(name: str) -> int | None:

@@ -53,6 +53,10 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
+storage_prefix = _torch.function(
+    "torch.distributed.checkpoint.filesystem:_StoragePrefix", "checkpoints under strategy full_shard"
+)
+"""Beginning of the names of the files that DCP's writer creates for a plan."""
 storage_id = _torch.attribute("_cdata", "checkpoints and portable-plan")
 """A number that is the same for all Python objects of one storage."""
 changes = _torch.attribute("_version", "train.loss and train.callbacks")

@@ -17,6 +17,7 @@ from portable.evaluation.best_tracker import MOST_CLASSES
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from typing import BinaryIO
 
     from converters.storage.path_or_url import Place
 
@@ -27,6 +28,8 @@ _MOST_BYTES = 1 << 30
 # Seconds since 1970, up to the year 9999.
 _LATEST = 253_402_300_799
 _MOST_TEXT = 1000
+# Bytes of the end of a log that are read at once: some thousand rows.
+_BLOCK = 1 << 20
 
 
 class JsonLines:
@@ -62,8 +65,55 @@ def read_lines(path: Place, *needed: str) -> tuple[list[tuple[bytes, dict[str, A
         OSError: the file does not exist or is not a regular file.
         CheckpointError: a link leads out of its folder.
     """
+    return _parse_lines(read_small(path, limit=_MOST_BYTES).split(b"\n"), *needed)
+
+
+def drop_later_rows(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
+    """Remove the rows after a step from the end of a log, and the invalid lines between them.
+
+    Rows are logged in the order of their steps. So the file, which may be large, is read backward in blocks
+    of `_BLOCK` bytes, until a whole block has no later row.
+
+    Args:
+        path: Path of the file.
+        last_step: The last step whose rows stay.
+
+    Returns:
+        The rows that stay in the part of the file that was read, and the number of its invalid lines.
+    """
+    with os.fdopen(open_without_links(path, os.O_RDWR), "r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = 2 * _BLOCK
+        while True:
+            start = _seek_line(file, max(0, size - length))
+            content = file.read()
+            lines, skipped = _parse_lines(content.split(b"\n"))
+            first = content[:_BLOCK].count(b"\n")
+            if not start or all(row["step"] <= last_step for _, row in lines[:first]):
+                break
+            length *= 2
+        earlier = [(line, row) for line, row in lines if row["step"] <= last_step]
+        rest = b"".join(line + b"\n" for line, _ in earlier)
+        if rest != content:
+            same = len(rest) if content.startswith(rest) else 0
+            file.truncate(start + same)
+            file.seek(start + same)
+            file.write(rest[same:])
+            file.flush()
+            os.fsync(file.fileno())
+    return [row for _, row in earlier], skipped
+
+
+def _seek_line(file: BinaryIO, offset: int) -> int:
+    """Move to the first line that begins at or after an offset, and return its offset."""
+    file.seek(max(0, offset - 1))
+    if offset:
+        file.readline()
+    return file.tell()
+
+
+def _parse_lines(lines: list[bytes], *needed: str) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
     rows, skipped = [], 0
-    lines = read_small(path, limit=_MOST_BYTES).split(b"\n")
     for place, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -6,8 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from portable.formatting import human_count
-from portable.paths import write_durably
-from portable.reporting.json_lines import JsonLines, read_lines, read_rows
+from portable.reporting.json_lines import JsonLines, drop_later_rows, read_rows
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -25,21 +24,27 @@ class MetricsFile(JsonLines):
     """``metrics.jsonl``, to which every launch of a run appends.
 
     Rows after ``from_step`` are dropped: the earlier launch was killed after logging them, and they will be
-    logged again.
+    logged again. Only the end of the file is read, because it may have a million rows.
     """
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
         path = folder / METRICS_FILE
         super().__init__(path)
-        lines, unreadable = read_lines(path)
+        rows, unreadable = drop_later_rows(path, from_step)
         if unreadable:
             lost = human_count(unreadable, "row")
             tell(f"warning: {path}: {lost} cannot be read and will not be shown")
-        kept = [line for line, row in lines if row["step"] <= from_step]
-        if len(kept) < len(lines) or path.read_bytes()[-1:] not in (b"", b"\n"):
-            self.close()
-            write_durably(path, "".join(line.decode() + "\n" for line in kept))
-            super().__init__(path)
+        self._evaluated = {row["step"] for row in rows if any(map(is_evaluation, row))}
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row."""
+        super().write(row)
+        if any(map(is_evaluation, row)):
+            self._evaluated.add(row["step"])
+
+    def has_evaluation(self, step: int) -> bool:
+        """Return whether the file has an evaluation of a step, which is not before ``from_step``."""
+        return step in self._evaluated
 
 
 def read_metrics(folder: Place) -> list[dict[str, Any]]:

@@ -21,8 +21,6 @@ from portable.reporting.metrics import (
     MetricsFile,
     Throughput,
     evaluation_in_words,
-    is_evaluation,
-    read_metrics,
 )
 from portable.reporting.trackers import KEY, Tracker, open_trackers
 from portable.terminal import LOG, at_a_terminal, tell
@@ -221,10 +219,7 @@ class Reporter(Callback):
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation of this step is recorded, as far as this rank can tell."""
-        if self._metrics is None:
-            return True
-        rows = read_metrics(self._folder)
-        return any(row["step"] == step and any(map(is_evaluation, row)) for row in rows)
+        return True if self._metrics is None else self._metrics.has_evaluation(step)
 
     def record(self, kind: Kind, progress: Progress, **facts: Any) -> None:
         """Append an event to ``events.jsonl``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
@@ -23,7 +24,7 @@ from portable.run.user_code import changed, digests
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.storage.path_or_url import Place
     from portable.backend import Engine
@@ -59,13 +60,15 @@ def restore(
         pretrained = _pretrained(prepared, blueprint)
     if source is None:
         assert blueprint is not None
-        engine = _engine(prepared, {} if pretrained is None else pretrained.found)
+        engine = _engine(prepared, dict if pretrained is None else lambda: pretrained.found)
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
     candidates = own[own.index(source) :] if source in own else [source]
-    engine = _engine(prepared, _tensors(candidates) if external is None else external.checkpoint.tensors)
+    rank = backend.rank, backend.world_size
+    stored = partial(_tensors, candidates, rank) if external is None else lambda: external.checkpoint.tensors
+    engine = _engine(prepared, stored)
     if blueprint is not None:
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
@@ -115,18 +118,23 @@ def _begin(
         compute(prepared, engine, uncomputed)
 
 
-def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
-    """The engine of the run, in which frozen parameters have room for exactly the values in ``tensors``."""
+def _engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
+    """Build the engine of the run, in which frozen parameters have room for exactly their stored values.
+
+    Args:
+        prepared: The run.
+        read_tensors: Function that returns the stored tensors. It is called only if parameters are frozen.
+    """
     if prepared.config.train.freezes or (prepared.adapter is None and get_unreached_names(prepared.model)):
-        keep_as_stored(prepared.model, tensors, prepared.config.precision)
+        keep_as_stored(prepared.model, read_tensors(), prepared.config.precision)
     return prepared.backend.prepare(prepared.model, prepared.config)
 
 
-def _tensors(candidates: Sequence[Place]) -> Mapping[str, Any]:
+def _tensors(candidates: Sequence[Place], rank: tuple[int, int]) -> Mapping[str, Any]:
     """The tensors of the newest checkpoint that can be opened, all of which have the same dtypes."""
     for candidate in candidates:
         try:
-            return open_checkpoint(candidate).tensors
+            return open_checkpoint(candidate, rank=rank).tensors
         except CheckpointError:  # reported when it is loaded
             continue
     return {}
@@ -197,12 +205,12 @@ def load(
                     _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
                 engine.load(external.checkpoint)
                 return Progress(external.step, external.samples)
-            checkpoint = open_checkpoint(source)
+            rank = prepared.backend.rank, prepared.backend.world_size
+            checkpoint = open_checkpoint(source, rank=rank)
             state = TrainerState.read(checkpoint.root)
-            if prepared.backend.rank == 0:  # which reports for all
-                warning = state.check_files(checkpoint.root)
-                if warning is not None:
-                    tell(f"warning: {warning}")
+            warning = state.check_files(checkpoint.root, *rank)
+            if warning is not None and prepared.backend.rank == 0:
+                tell(f"warning: {warning}")
             changes = find_changes(state.run, prepared.config.fingerprint())
             for change in changes:
                 if not (change.adjustable or (not same_folder and may_change_in_new_folder(change))):

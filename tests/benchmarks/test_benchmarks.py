@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import convert, gpu, train_overhead
+from benchmarks import checkpoint_scale, convert, gpu, train_overhead
 from benchmarks.__main__ import PROGRAMS
 from benchmarks.convert import COPY
 from benchmarks.harness import Result, check_losses, table
@@ -85,6 +85,14 @@ def test_loops_take_turns_on_a_gpu(
     assert set(names) - {gpu.TRAINER} == set(last)
     assert max(last.values()) == pytest.approx(min(last.values()), rel=1e-5)
     assert f"x {gpu.TRAINER}" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_checkpoint_scale_opens_what_it_wrote() -> None:
+    row = checkpoint_scale.measure_growth(2, 4)
+    assert row["pieces"] == 4 * 6 and row["same world opens, s"] > 0
+    steps = checkpoint_scale.train_with_saves("thread", 8, 1, "cpu")
+    assert steps["ratio"] > 0 and steps["save, s"] > 0
 
 
 def test_what_learns_something_else_or_does_not_fit_is_told() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters import CheckpointError, item_checksums, open_checkpoint, write_shard_checksums
+from benchmarks.checkpoint_scale import list_keys, write_metadata, write_rank
+from converters import CheckpointError, Tensor, item_checksums, open_checkpoint, write_shard_checksums
 from converters.cli import main
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
@@ -194,6 +197,81 @@ def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Pat
 
 
 # -- with checksums: damage that DCP's own records do not show is refused ------------------------------------
+
+
+@pytest.fixture
+def sixteen_ranks(tmp_path: Path) -> Path:
+    """A checkpoint of 16 ranks, each of which has one row of every tensor."""
+    folder = tmp_path / "sixteen"
+    folder.mkdir()
+    keys = list_keys(5, 16)
+    write_metadata(folder, [write_rank(folder, keys, rank) for rank in range(16)])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rank", "tables"),
+    [
+        ((3, 16), {3}),
+        ((1, 8), {2, 3}),
+        ((2, 5), {6, 7, 8, 9}),
+        ((30, 32), {15}),
+        ((0, 1), {None}),
+        (None, {None}),
+    ],
+)
+def test_a_rank_reads_the_tables_that_its_rows_need(
+    sixteen_ranks: Path, rank: tuple[int, int] | None, tables: set[int | None]
+) -> None:
+    opened = list[str]()
+    tracking = [True]
+
+    def note(event: str, arguments: Any) -> None:
+        if tracking[0] and event == "open" and str(arguments[0]).startswith(str(sixteen_ranks)):
+            opened.append(Path(str(arguments[0])).name)
+
+    sys.addaudithook(note)
+    checkpoint = open_checkpoint(sixteen_ranks, rank=rank)
+    assert checkpoint.optimizer is not None
+    number, world_size = rank or (0, 1)
+    first, stop = number * 16 // world_size, -(-(number + 1) * 16 // world_size)
+    state = checkpoint.optimizer.state.values()
+    for tensor in (*checkpoint.tensors.values(), *(value for values in state for value in values.values())):
+        assert isinstance(tensor, Tensor)
+        assert tensor.read(slice(first, stop)).tolist() == [[float(row)] * 4 for row in range(first, stop)]
+    tracking.clear()
+    tracking.append(False)
+    names = {".metadata" if table is None else f"__{table}.metadata" for table in tables}
+    assert sorted(name for name in opened if name.endswith(".metadata")) == sorted(names)
+    if None not in tables:  # another slice reads more tables
+        assert tensor.read().tolist() == [[float(row)] * 4 for row in range(16)]
+
+
+def test_torch_loads_what_tables_describe(sixteen_ranks: Path) -> None:
+    names = [entry.key for entry in list_keys(5, 16)]
+    state = {name: torch.zeros(16, 4) for name in names}
+    dcp_load(state, checkpoint_id=sixteen_ranks, no_dist=True)
+    rows = torch.arange(16.0)[:, None].expand(16, 4)
+    assert all(torch.equal(value, rows) for value in state.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("__3.metadata", b"__3_0"),
+        ("__3_0.distcp", struct.pack("<4f", 3, 3, 3, 3)),
+        ("shard_checksums.json", b"__3.m"),
+    ],
+    ids=["table", "shard", "index"],
+)
+def test_a_damaged_table_is_refused(sixteen_ranks: Path, name: str, damaged: bytes) -> None:
+    path = sixteen_ranks / name
+    content = bytearray(path.read_bytes())
+    content[content.index(damaged) + 2] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        for tensor in open_checkpoint(sixteen_ranks, rank=(3, 16)).tensors.values():
+            tensor.read(slice(3, 4))
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])

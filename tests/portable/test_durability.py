@@ -9,22 +9,32 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
+from converters.formats.dcp.reader import read_tensors
 from converters.manifest import MANIFEST
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
+from portable.engines.fsdp import saving, shard_writer
+from portable.engines.fsdp.saving import Saver
 from portable.errors import RunError, UserError
 from portable.paths import path_inside
 from portable.run.rank import run_rank
 from tests.engines import Engines
+from tests.ranks import RankPool
 from tests.runs import configured
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
@@ -271,3 +281,72 @@ def test_a_library_writes_through_no_link(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove it"):
         path_inside(run, "memory/rank0.pickle")
     assert (mine / "file").read_text() == "mine" and sorted(mine.iterdir()) == [mine / "file"]
+
+
+def serve_in_thread(writer: shard_writer.WriterProcess) -> None:
+    """Serve a writer in this process, because starting another process with torch takes seconds."""
+    ours, theirs = Pipe()
+
+    def serve() -> None:
+        with suppress(EOFError):
+            shard_writer.serve(theirs)
+
+    threading.Thread(target=serve, daemon=True).start()
+    writer.connection = ours
+
+
+def save_several(folder: Path, real_process: bool) -> list[str]:
+    """Save several states in the same processes, as two runs would; the last save fails."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    whole = torch.arange(24.0).reshape(6, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    states: dict[str, dict[str, Any]] = {
+        "all": {"model": {"w": sharded, "v": whole * 2}, "optim": {"step": torch.tensor(3.0)}},
+        "part": {"model": {"v": whole * 3}, "optim": {"groups": [{"lr": 0.5}]}},
+        # A custom optimizer may have state on a single rank.
+        "differs": {"model": {"w": sharded}, "optim": {f"only{rank}": torch.full((3,), float(rank))}},
+    }
+    saver = Saver()
+    for name, state in states.items():
+        (folder / name).mkdir(exist_ok=True)
+        saver.save(state, folder / name, background=name == "all").wait()
+    with pytest.MonkeyPatch.context() as patch:  # a large state is written by another process
+        patch.setattr(saving, "MIN_PROCESS_BYTES", 0)
+        if not real_process:
+            patch.setattr(shard_writer.WriterProcess, "start", serve_in_thread)
+        (folder / "process").mkdir(exist_ok=True)
+        saver.save(states["all"], folder / "process", background=True).wait()
+        saver.close()
+    errors = []
+    try:
+        saver.save(states["all"], folder / ("all" if rank == 0 else "missing"), background=False)
+    except OSError as error:
+        errors.append(str(error))
+    gathered: list[Any] = [None, None]
+    torch.distributed.all_gather_object(gathered, errors)
+    return [text for texts in gathered for text in texts]
+
+
+@pytest.mark.parametrize("real_process", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_saves_of_several_states_in_one_process(tmp_path: Path, ranks: RankPool, real_process: bool) -> None:
+    errors = ranks.run(2, save_several, tmp_path, real_process)
+    assert len(errors) == 2 and all("missing" in error for error in errors) and "rank 1: " in errors[0]
+    whole = np.arange(24.0).reshape(6, 4)
+    expected: dict[str, dict[str, Any]] = {
+        "all": {"model.w": whole, "model.v": whole * 2, "optim.step": 3.0},
+        "part": {"model.v": whole * 3},
+        "differs": {"model.w": whole, "optim.only0": [0.0] * 3, "optim.only1": [1.0] * 3},
+    }
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "shard_checksums.json"):
+        assert (tmp_path / "process" / name).read_bytes() == (tmp_path / "all" / name).read_bytes()
+    for name, values in expected.items():
+        tensors = read_tensors(tmp_path / name)
+        assert tensors.keys() == values.keys()
+        for key, value in values.items():
+            assert np.array_equal(tensors[key].read(), value)
+        # Each piece is in `.metadata` once, and torch reads it.
+        state = {key: torch.zeros(tensor.shape) for key, tensor in tensors.items()}
+        dcp_load(state, checkpoint_id=tmp_path / name, no_dist=True)
+        assert all(np.array_equal(state[key], value) for key, value in values.items())

@@ -67,6 +67,23 @@ def test_a_run_leaves_its_events_and_its_page(run: Path) -> None:
     assert not re.search(r"""(src|href|@import|url)\s*[=(]\s*["']?\s*(https?:)?//""", page)
 
 
+def test_metrics_file_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
+    """A resume after 40,000 steps whose log has 1,000 later rows, one evaluation and a row cut by a crash."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "loss": 1.5, "note": "x" * 200} for step in range(1, 41_001)]
+    rows.insert(40_000, {"step": 40_000, "eval_loss": 1.25})
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines) + lines[-1][:9])
+    before = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+    metrics = MetricsFile(tmp_path, from_step=40_000)
+    read = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0]) - before
+    metrics.write({"step": 40_001, "eval_loss": 1.0})
+    metrics.close()
+    assert [metrics.has_evaluation(step) for step in (40_000, 40_001, 40_002)] == [True, True, False]
+    assert path.read_text() == "".join(lines[:40_001]) + '{"step": 40001, "eval_loss": 1.0}\n'
+    assert read < path.stat().st_size / 3, read
+
+
 def test_two_runs_lie_beside_each_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,11 @@ The pairs follow by composition: each engine writes what a reference holds, and 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -45,6 +48,21 @@ KINDS: dict[str, dict[str, Any]] = {
 """What a run trains, and on what."""
 
 
+def leg_with_opened_files(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    """Go on with a run, and write down which files of the checkpoint each rank opens, and how often."""
+    counts: Counter[str] = Counter()
+    checkpoint = f"checkpoints/step-{MOVES_AT:06d}/"
+
+    def count(event: str, arguments: Any) -> None:
+        if event == "open" and checkpoint in str(arguments[0]):
+            counts[str(arguments[0]).partition(checkpoint)[2]] += 1
+
+    sys.addaudithook(count)
+    code = leg(folder, corpus, settings)
+    (folder / f"opened-{os.environ['RANK']}.json").write_text(json.dumps(counts))
+    return code
+
+
 Runner = Callable[..., list[float]]
 Begun = Callable[..., tuple[Path, list[float]]]
 
@@ -53,7 +71,9 @@ Begun = Callable[..., tuple[Path, list[float]]]
 def runner(corpus: Path, conversations: Path, engines: Engines) -> Runner:
     """Run an engine on a number of ranks or devices until :data:`ENDS_AT`."""
 
-    def run(name: str, size: int, folder: Path, kind: str = "texts") -> list[float]:
+    def run(
+        name: str, size: int, folder: Path, kind: str = "texts", begin: Callable[..., int] = leg
+    ) -> list[float]:
         """The losses of the steps after :data:`MOVES_AT`, on record in ``folder`` when it is done."""
         settings: dict[str, Any] = {
             **accumulated(ENGINES[name].sharers(size)),
@@ -65,7 +85,7 @@ def runner(corpus: Path, conversations: Path, engines: Engines) -> Runner:
             **KINDS[kind],
         }
         data = conversations if kind == "packed" else corpus
-        assert engines.run(name, size, leg, folder, data, settings) == 0
+        assert engines.run(name, size, begin, folder, data, settings) == 0
         rows = losses(folder)
         return [rows[step] for step in range(MOVES_AT + 1, ENDS_AT + 1)]
 
@@ -129,7 +149,44 @@ def test_writes_what_the_reference_holds(
         for states in sorted(stored(begun).glob("*/*mp_rank_00_model_states.pt")):
             state = torch.load(states, weights_only=False)
             assert {key: state[key] for key in counted} == counted
-    assert runner(name, size, begun) == alone
+    assert runner(name, size, begun, begin=leg_with_opened_files) == alone
+    if name in OWN_FILES:
+        expected = {rank: {file.format(rank) for file in OWN_FILES[name]} for rank in range(size)}
+        assert list_opened_shards(begun) == expected
+
+
+OWN_FILES = {
+    "full_shard": ("__{}.metadata", "__{}_0.distcp"),
+    "zero1": ("zero_pp_rank_{}_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"),
+    "zero3": (
+        "zero_pp_rank_{}_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_{}_mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",  # which alone records that two parameters are tied
+    ),
+}
+"""The files with tensors, or with their positions, that a rank of an unchanged world opens."""
+
+
+def list_opened_shards(folder: Path) -> dict[int, set[str]]:
+    """Return the files with tensors, or with their positions, that each rank has opened."""
+    opened = {}
+    for path in folder.glob("opened-*.json"):
+        counts: dict[str, int] = json.loads(path.read_text())
+        assert counts.get("shard_checksums.json", 0) <= 2 and counts["checkpoint_manifest.json"] <= 2
+        shards = {name for name in counts if name.endswith((".metadata", ".distcp", ".pt"))}
+        opened[int(path.stem.partition("-")[2])] = {Path(name).name for name in shards}
+        assert all(counts[name] == 1 for name in shards if name.endswith(".metadata")), counts
+    return opened
+
+
+def test_half_as_many_ranks_open_the_shards_of_two(begun: Begun, tmp_path: Path, runner: Runner) -> None:
+    """Tables of two ranks would be larger than ``.metadata``, because the model is tiny."""
+    source, alone = begun("full_shard", 4)
+    folder = Path(shutil.copytree(source, tmp_path / "run"))
+    assert runner("full_shard", 2, folder, begin=leg_with_opened_files) == pytest.approx(alone, rel=LOSSES)
+    shards = {rank: {f"__{2 * rank}_0.distcp", f"__{2 * rank + 1}_0.distcp"} for rank in range(2)}
+    tables = {rank: {f"__{2 * rank}.metadata", ".metadata"} for rank in range(2)}
+    assert list_opened_shards(folder) == {rank: shards[rank] | tables[rank] for rank in range(2)}
 
 
 NUMBERS = {"full_shard": 4, "tpu, no_shard": 0}

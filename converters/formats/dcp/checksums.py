@@ -6,6 +6,16 @@ the CRC32 of each metadata file and of each item's zip directory, which in turn 
 
     {"version": 1, "metadata": {".metadata": 123}, "items": {"__0_0.distcp": {"0": 456, "7296": 789}}}
 
+In version 2, each rank has written a table of its own pieces, `__0.metadata`, in the format of `.metadata`.
+There each piece has its checksum as a further attribute, `checksum`, and this file lists the tables:
+
+    {"version": 2, "metadata": {".metadata": 123, "__0.metadata": 456},
+     "bytes": {".metadata": 7890, "__0.metadata": 5678},
+     "boxes": {"__0.metadata": {"128x64": [[0, 0], [64, 64]]}}}
+
+For each shape of a tensor, `boxes` has the offsets and sizes of the smallest box that contains all pieces of
+such tensors in a table. So a reader can choose the tables that it needs.
+
 Other tools ignore the file. A folder without it is read unchecked.
 """
 
@@ -13,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
@@ -26,6 +36,7 @@ from converters.storage.folder import Folder
 from converters.storage.output_file import write_file
 from converters.storage.path_or_url import place
 from converters.storage.places import names_in
+from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,26 +44,49 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
 CHECKSUMS = "shard_checksums.json"
 _VERSION = 1
+TABLES_VERSION = 2
+"""Version of the file if each rank has written a table."""
 
 
 @dataclass(frozen=True)
 class ShardChecksums:
-    """The file as read: metadata file -> CRC32, and shard file -> offset of an item -> CRC32."""
+    """Content of `shard_checksums.json`.
+
+    Attributes:
+        path: Path of the file.
+        metadata: CRC32 of each metadata file.
+        items: Shard file -> offset of an item -> CRC32; None if the metadata files hold these CRC32s.
+        sizes: Bytes of each metadata file; empty without tables.
+        boxes: Table -> shape -> offsets and sizes; empty without tables.
+    """
 
     path: Place
     metadata: dict[str, Any]
-    items: dict[str, dict[str, Any]]
+    items: dict[str, dict[str, Any]] | None
+    sizes: dict[str, int] = field(default_factory=dict)
+    boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
 
     def check_metadata(self, name: str, data: bytes) -> None:
         """CheckpointError unless `data` is the metadata file that was recorded."""
         if self.metadata.get(name) != isal_zlib.crc32(data):
             raise CheckpointError(f"{self.path.with_name(name)}: damaged, or from another save ({CHECKSUMS})")
 
-    def item(self, file: str, offset: int) -> int:
-        """The CRC32 of an item's zip directory; CheckpointError where no such item is recorded."""
-        crc = self.items.get(file, {}).get(str(offset))
+    def item(self, file: str, offset: int, recorded: Any) -> int:
+        """Return the CRC32 of an item's zip directory.
+
+        Args:
+            file: Name of the shard file.
+            offset: Position of the item in bytes.
+            recorded: The CRC32 that the metadata file holds, if it holds one.
+
+        Raises:
+            CheckpointError: If no such item is recorded.
+        """
+        crc = recorded if self.items is None else self.items.get(file, {}).get(str(offset))
         if type(crc) is not int:
             raise CheckpointError(
                 f"{self.path}: damaged, or from another save: no item at byte {offset} of {file}"
@@ -68,6 +102,8 @@ def read_checksums(folder: Folder) -> ShardChecksums | None:
         return None
     file = folder.file(CHECKSUMS)
     found = read_table(file)
+    if found.get("version") == TABLES_VERSION:
+        return _read_tables_index(file.path, found)
     if found.get("version") != _VERSION:
         raise CheckpointError(f"{file.path}: damaged, or written by a newer version of this program")
     metadata, items = found.get("metadata"), found.get("items")
@@ -79,6 +115,31 @@ def read_checksums(folder: Folder) -> ShardChecksums | None:
     ):
         raise CheckpointError(f"{file.path}: damaged, its tables are missing")
     return ShardChecksums(file.path, metadata, items)
+
+
+def _read_tables_index(path: Place, content: dict[str, Any]) -> ShardChecksums:
+    metadata, sizes, boxes = (content.get(name) for name in ("metadata", "bytes", "boxes"))
+    if (
+        not isinstance(metadata, dict)
+        or not isinstance(sizes, dict)
+        or not isinstance(boxes, dict)
+        or ".metadata" not in metadata
+        or not all(type(size) is int for size in sizes.values())
+        or not metadata.keys() == sizes.keys() == {".metadata", *boxes}
+        or not all(is_metadata_name(name) and isinstance(table, dict) for name, table in boxes.items())
+    ):
+        raise CheckpointError(f"{path}: damaged, its tables are missing")
+    checked = {
+        name: {shape: _read_box(path, box) for shape, box in table.items()} for name, table in boxes.items()
+    }
+    return ShardChecksums(path, metadata, None, sizes, checked)
+
+
+def _read_box(path: Place, box: Any) -> Box:
+    offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
+    if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
+        raise CheckpointError(f"{path}: damaged, a box is not one of offsets and sizes")
+    return tuple(offsets), tuple(sizes)
 
 
 def item_checksums(folder: str | Place, items: Iterable[tuple[str, int, int]]) -> list[int]:
@@ -128,4 +189,9 @@ def metadata_files(folder: Place) -> list[str]:
 
 def is_metadata_file(path: Place) -> bool:
     """Whether `path` is named like DCP metadata."""
-    return _METADATA.fullmatch(path.name) is not None
+    return is_metadata_name(path.name)
+
+
+def is_metadata_name(name: str) -> bool:
+    """Return whether a file of this name holds DCP metadata."""
+    return _METADATA.fullmatch(name) is not None

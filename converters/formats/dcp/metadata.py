@@ -50,7 +50,7 @@ _STANDINS: Mapping[str, Standin | None] = {
 class Item:
     """Where one chunk or pickled value lies: a torch.save zip at [offset, offset + length) of a file.
 
-    `checksum` is the CRC32 of its zip directory, where `shard_checksums.json` records one.
+    `checksum` is the CRC32 of its zip directory, if the folder records one.
     """
 
     file: str
@@ -107,12 +107,25 @@ def read_metadata(folder: Folder) -> dict[str, Entry]:
     merged: dict[str, Entry] = {}
     checksums = read_checksums(folder)
     for name in metadata_files(folder.path):
-        for key, entry in _read_file(folder, name, checksums).items():
+        for key, entry in read_metadata_file(folder, name, checksums).items():
             merged[key] = _merge(merged[key], entry) if key in merged else entry
     return merged
 
 
-def _read_file(folder: Folder, name: str, checksums: ShardChecksums | None) -> dict[str, Entry]:
+def read_metadata_file(folder: Folder, name: str, checksums: ShardChecksums | None) -> dict[str, Entry]:
+    """Read one metadata file: `.metadata`, or the table of a rank.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the file.
+        checksums: Checksums of the folder, if it has any.
+
+    Returns:
+        The keys of the state dict. In the table of a rank, a tensor has only the pieces of that rank.
+
+    Raises:
+        CheckpointError: If the file is damaged.
+    """
     file = folder.file(name)
     where = str(file.path)
     data = file.read(0, file.nbytes)
@@ -210,7 +223,8 @@ def _items(
             )
         if chunk in items.setdefault(key, {}):
             raise CheckpointError(f"{where}: {key!r} is stored twice")
-        items[key][chunk] = Item(name, offset, length, checksums.item(name, offset) if checksums else None)
+        checksum = checksums.item(name, offset, stored_at.get("checksum")) if checksums else None
+        items[key][chunk] = Item(name, offset, length, checksum)
         spans.setdefault(name, []).append((offset, offset + length, key))
     files: dict[object, list[tuple[int, int, str]]] = {}
     for name, taken in spans.items():  # one file may have several names

@@ -28,6 +28,7 @@ from converters.formats.dcp.metadata import (
     chunk_key,
     read_metadata,
 )
+from converters.formats.dcp.tables import ShardedTensor, ShardTables, open_tables
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
@@ -37,7 +38,7 @@ from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.checkpoint import Aliases, OptimizerState
     from converters.names.canonical import Path as KeyPath
@@ -80,7 +81,12 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
         raise CheckpointError(f"{where}: holds several models; give one of its {_MODEL_FOLDER}* folders")
     entries: dict[str, Entry] = {}
-    for path in folders:
+    build_tensor = _tensor
+    tables = open_tables(Folder(folders[0]), source.rank) if len(folders) == 1 and source.rank else None
+    if tables is not None:
+        entries |= tables.entries
+        build_tensor = partial(_build_sharded_tensor, tables)
+    for path in folders if tables is None else ():
         for key, entry in read_metadata(Folder(path)).items():
             if entries.setdefault(key, entry) is not entry:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
@@ -88,7 +94,7 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
     paths = nested if len(nested) == len(entries) else paths_without_nesting(entries, where=where)
     found = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
     roles = assign_roles(paths, frozenset(found), where=where)
-    stored = {name: _tensor(found[key], name) for name, key in roles.model.items()}
+    stored = {name: build_tensor(found[key], name) for name, key in roles.model.items()}
     tensors = plain_names(stored, where=where)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
@@ -105,8 +111,8 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         return build_optimizer(
             roles,
             tensors,
-            lambda key, name: _state(entries[key], name),
-            lambda key: _value(entries[key]),
+            lambda key, name: _state(entries[key], name, build_tensor),
+            lambda key: _value(entries[key], build_tensor),
             where=where,
             order=in_order(tensors, aliases),
         )
@@ -118,7 +124,7 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         optimizer=optimizer,
         metadata={**_metadata(folders), **trainer_metadata(source.path)},
         companions=find_companions(source.path),
-        counters=lambda: _counters(roles.other, paths, entries),
+        counters=lambda: _counters(roles.other, paths, entries, build_tensor),
     )
 
 
@@ -136,14 +142,17 @@ def _metadata(folders: Sequence[Place]) -> dict[str, Any]:
 
 
 def _counters(
-    keys: list[str], paths: Mapping[str, KeyPath], entries: Mapping[str, Entry]
+    keys: list[str],
+    paths: Mapping[str, KeyPath],
+    entries: Mapping[str, Entry],
+    build_tensor: Callable[[TensorEntry, str], Tensor],
 ) -> dict[str, Scalar]:
     """The counters that torchtitan keeps of its trainer and schedule."""
     found: dict[str, Scalar] = {}
     for key in keys:
         entry = entries[key]
         if paths[key][0] in _COUNTED and (not isinstance(entry, TensorEntry) or entry.shape == ()):
-            value = _value(entry)
+            value = _value(entry, build_tensor)
             if isinstance(value, (int, float)):
                 found[".".join(map(str, paths[key]))] = value
     return found
@@ -151,6 +160,13 @@ def _counters(
 
 def _tensor(entry: TensorEntry, name: str) -> Tensor:
     """The tensor of one key; its chunks are located at their first read."""
+    boxes = build_boxes(entry)
+    with blame(entry.folder.path):
+        return Tensor(name, entry.dtype, entry.shape, boxes)
+
+
+def build_boxes(entry: TensorEntry) -> list[Box]:
+    """Build the boxes of the pieces of one key, which are located at their first read."""
     boxes = []
     for offsets, sizes in entry.chunks:
         item = entry.items.get(chunk_key(offsets))
@@ -167,8 +183,15 @@ def _tensor(entry: TensorEntry, name: str) -> Tensor:
             open_item(entry, item).load()  # a tensor's subclass (torchao) says so itself
             raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
         boxes.append(Box(offsets, sizes, partial(_locate, entry, item, sizes)))
+    return boxes
+
+
+def _build_sharded_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
+    """Build the tensor of one key whose pieces are looked up in the tables when they are read."""
     with blame(entry.folder.path):
-        return Tensor(name, entry.dtype, entry.shape, boxes)
+        return ShardedTensor(
+            name, entry.dtype, entry.shape, partial(tables.find_boxes, entry.key, build_boxes)
+        )
 
 
 def _locate(entry: TensorEntry, item: Item, sizes: Dims) -> View:
@@ -194,18 +217,20 @@ def open_item(entry: Entry, item: Item) -> TorchZip:
     return archive
 
 
-def _value(entry: Entry) -> Any:
+def _value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
     if isinstance(entry, TensorEntry):
-        return _tensor(entry, entry.key).tolist()
+        return build_tensor(entry, entry.key).tolist()
     return open_item(entry, entry.item).load()
 
 
-def _state(entry: Entry, name: str) -> Tensor | Scalar | None:
+def _state(
+    entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
+) -> Tensor | Scalar | None:
     """One optimizer state: a tensor, a number, or None for anything else."""
     if isinstance(entry, TensorEntry):
-        return _tensor(entry, name)
-    value = _value(entry)
+        return build_tensor(entry, name)
+    value = _value(entry, build_tensor)
     return value if isinstance(value, (int, float)) else None
 
 

@@ -68,6 +68,7 @@ def check_against_module(
     *,
     elsewhere: Collection[str] = (),
     zenflow: bool = False,
+    ranks: Sequence[int] | None = None,
 ) -> int:
     """Compare shapes and a sample of values; returns how many were compared.
 
@@ -75,6 +76,7 @@ def check_against_module(
         weights: the pickled weights, by their names in the whole model.
         elsewhere: names that may be missing in `weights`.
         zenflow: masters are newer than the weights, so values are not compared.
+        ranks: positions of the ranks whose slices are compared; None for all.
 
     Raises:
         CheckpointError: shape, position in the flat buffer or values differ.
@@ -92,7 +94,7 @@ def check_against_module(
     if zenflow:
         return 0
     compared = 0
-    for rank in range(layout.world):
+    for rank in range(layout.world) if ranks is None else ranks:
         fragments = [found for found in layout.fragments(rank).items() if found[0] in stored]
         every = max(1, len(fragments) // _FRAGMENTS)
         for name, (start, count) in fragments[::every]:

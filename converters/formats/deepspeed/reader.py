@@ -31,7 +31,7 @@ from converters.storage.places import folders_inside
 from converters.storage.safe_open import child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.formats.deepspeed.rank_files import ModelFile, Names, Weights
@@ -101,7 +101,8 @@ def _open(source: Source, path: Place) -> Checkpoint:
     if not names.model.get(0):
         raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
     folder = Folder(path)
-    model = read_model(folder, next(iter(names.model[0].values())))
+    own_rank = _find_own_rank(source, names)
+    model = _read_own_model(folder, names.model[0], own_rank or 0)
     degree = _degree(path, names, model)
     if not names.optim:
         if names.per_rank_model or degree > 1 or model.pipeline or names.experts:
@@ -123,6 +124,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
             replace(held, shared=model.shared),
             per_rank_model=names.per_rank_model,
             experts=Experts(folder, names.experts) if names.experts else None,
+            rank=own_rank,
         )
         for rank, held in enumerate(models)
     ]
@@ -135,6 +137,32 @@ def _open(source: Source, path: Place) -> Checkpoint:
         weights = merged_weights(runs, layout)
         return _checkpoint(source.path, runs, weights, lambda: merged_optimizer(runs, layout))
     return _checkpoint(source.path, runs, runs[0].weights(), runs[0].optimizer)
+
+
+def _find_own_rank(source: Source, names: Names) -> int | None:
+    """Return the reader's rank if it needs only its own files: the world is the one that wrote them."""
+    if source.rank is None or len(names.optim) != 1 or names.experts or names.layers:
+        return None
+    rank, world_size = source.rank
+    is_same_world = list(names.optim.get(0, ())) == list(range(world_size))
+    return rank if is_same_world and world_size > 1 else None
+
+
+def _read_own_model(folder: Folder, names: Mapping[int, str], rank: int) -> ModelFile:
+    """Read a rank's model states, or the first ones if the rank has none.
+
+    Only the first file records tied parameters. A file that names no parameters without values has no ties.
+    """
+    first = next(iter(names.values()))
+    model = read_model(folder, names.get(rank, first))
+    described = {
+        *model.buffers,
+        *(model.frozen or ()),
+        *(name for group in model.groups or () for name in group),
+    }
+    if names.get(rank, first) == first or model.module.keys() <= described:
+        return model
+    return replace(model, shared=read_model(folder, first).shared)
 
 
 def _degree(path: Place, names: Names, model: ModelFile) -> int:

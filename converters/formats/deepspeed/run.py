@@ -7,12 +7,14 @@ those of the files.
 from __future__ import annotations
 
 from functools import cached_property, partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import plain, shown
 from converters.containers.shard_index import check_ranks
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.checks import check_against_module
+from converters.formats.deepspeed.deferred import MASTERS, defer_model, defer_optim
 from converters.formats.deepspeed.flat_layout import (
     EqualSlices,
     Flat,
@@ -42,14 +44,14 @@ from converters.formats.deepspeed.rank_files import (
 from converters.storage.places import map_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.checkpoint import OptimizerState
     from converters.formats.deepspeed.expert_files import Experts
     from converters.storage.folder import Folder
     from converters.tensors.tensor import Tensor
 
-_FP32_SLICES, _FP32_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_FP32_GROUPS = "fp32_flat_groups"
 
 
 class SavedRun:
@@ -57,8 +59,10 @@ class SavedRun:
 
     Args:
         optim, names: data parallel rank -> file of optimizer states, of model states.
-        model: the first file of model states, read already.
+        model: the first file of model states, or with `rank` that of this rank, read already.
         experts: the files of single experts, if there are any.
+        rank: data parallel rank of the reader, which opens the files of the others only to read their values;
+            None to open all files.
 
     Raises:
         CheckpointError: files are missing, damaged or of several runs, or the layout is not supported.
@@ -73,14 +77,16 @@ class SavedRun:
         *,
         per_rank_model: bool,
         experts: Experts | None = None,
+        rank: int | None = None,
     ) -> None:
+        self.rank = rank
         self.folder = folder
         self.where = where = str(folder.path)
         self.experts = experts
         self.model = model
-        self.optim = list(map_ahead(folder.path, partial(read_optim, folder), optim.values()))
+        self.optim = self._read_optim(optim)
         first = self.optim[0]
-        self.bf16_optimizer = "zero_stage" not in first.state and _FP32_SLICES in first.state
+        self.bf16_optimizer = "zero_stage" not in first.state and MASTERS in first.state
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
         if type(stage) is not int or stage not in (1, 2, 3):
             raise CheckpointError(f"{first.where}: unknown ZeRO stage {shown(stage)}")
@@ -97,7 +103,13 @@ class SavedRun:
             )
         check_ranks(folder.path, names, self.world if self.stage == 3 else 1, "model")
         self._check_one_run()
-        self.models = read_models(folder, model, [name for rank, name in names.items() if rank])
+        if self.rank is None or self.stage != 3:
+            self.models = read_models(folder, model, [name for rank, name in names.items() if rank])
+        else:
+            self.models = [
+                model if rank == self.rank else defer_model(folder, name, model)
+                for rank, name in names.items()
+            ]
         if self.model.groups is None:
             why = "; pipelines in bf16 without ZeRO are not supported" if self.model.pipeline else ""
             raise CheckpointError(f"{self.model.where}: has no param_shapes{why}")
@@ -109,6 +121,40 @@ class SavedRun:
         self.layouts: Sequence[Layout] = self.slices
         if self.stage == 3:
             self.layouts = [WholeParameters(shapes, self.world, where) for shapes in self.shapes]
+
+    def _read_optim(self, names: Mapping[int, str]) -> list[OptimFile]:
+        """Read the files of optimizer states, with `rank` only that of this rank."""
+        if self.rank is not None:
+            own = read_optim(self.folder, names[self.rank])
+            stage = own.state.get("zero_stage")
+            if stage == 3 or (stage in (1, 2) and self.model.groups):
+                lengths = None if stage == 3 else self._lengths(own, self.rank)
+                return [
+                    own
+                    if rank == self.rank
+                    else defer_optim(
+                        self.folder,
+                        name,
+                        own,
+                        lengths and [(used(self.rank), used(rank), size) for used, size in lengths],
+                    )
+                    for rank, name in names.items()
+                ]
+            self.rank = None
+        return list(map_ahead(self.folder.path, partial(read_optim, self.folder), names.values()))
+
+    def _lengths(self, own: OptimFile, rank: int) -> list[tuple[Callable[[int], int], int]]:
+        """The elements of each rank's slice without padding, and the size of the slice, by group."""
+        lengths = []
+        masters = own.state.get(MASTERS)
+        for group, shapes in enumerate(self.model.groups or ()):
+            if not isinstance(masters, list) or group >= len(masters):
+                raise CheckpointError(f"{own.where}: damaged, it lacks a parameter group")
+            size = prod(flat(masters[group], f"{own.where}: {MASTERS}").shape) + own.padding(group)
+            world = max(partition_counts(own.state, own.where))
+            layout = EqualSlices(shapes, own.gaps(group, len(shapes)), world, size, self.where)
+            lengths.append((layout.lean, size))
+        return lengths
 
     def _shares(self, group: int) -> list[Share]:
         """The sets of ranks that hold a group: one of all ranks, or one for each set of experts."""
@@ -171,7 +217,7 @@ class SavedRun:
 
     def _flats(self) -> list[Flat]:
         """The fp32 masters, one flat buffer per share."""
-        key = _FP32_GROUPS if self.stage == 3 else _FP32_SLICES
+        key = _FP32_GROUPS if self.stage == 3 else MASTERS
 
         def locate(rank: OptimFile) -> list[Piece]:
             groups = rank.state.get(key)
@@ -293,6 +339,7 @@ class SavedRun:
                 # A pipeline's files have other names for tied layers, which are compared with them later.
                 elsewhere=[name for name in share.names if self.model.pipeline and name.startswith(TIED)],
                 zenflow="zenflow" in self.options,
+                ranks=None if self.rank is None else [self.rank],
             )
         return compared > 0
 

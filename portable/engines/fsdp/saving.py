@@ -1,47 +1,69 @@
-"""Write checkpoints with torch.distributed.checkpoint, with checksums, in the foreground or background.
+"""Write checkpoints in the format of torch.distributed.checkpoint (DCP), in the foreground or background.
 
-Every rank computes the checksums of the shards that it writes. DCP gathers them on rank 0 with its own
-metadata, so no rank needs to read another rank's files.
+DCP's own ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with ranks times
+tensors. Here a rank decides by itself what it writes, and describes it in a table
+(:mod:`converters.writers.dcp_tables`). Rank 0 receives one small record of each table, and the bytes of the
+tables one rank after the other, of which it makes ``.metadata``. Each rank uses DCP's planner and writer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+import hashlib
+import os
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+import torch
+import torch.distributed as dist
+from isal import isal_zlib
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
 
-from converters import item_checksums, write_shard_checksums
+from converters.tensors.dtypes import FROM_TORCH
+from converters.writers.dcp_tables import (
+    KeyEntry,
+    WrittenPiece,
+    build_table,
+    count_elements,
+    iter_metadata,
+    write_tables_index,
+)
 from portable.checkpoint.store import in_background
+from portable.engines.fsdp.shard_writer import WriterProcess, write_items
 from portable.engines.staging import WriteHandle, staged
+from portable.errors import one_line
 from portable.ranks.collectives import background_group
 from portable.terminal import quiet_checkpoint_warnings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
+    from converters.writers.dcp_tables import Table, TableRecord
     from portable.backend import SaveHandle
 
+T = TypeVar("T")
 quiet_checkpoint_warnings()
+
+MIN_PROCESS_BYTES = 256 << 20
+"""Smallest shard file that a background save writes in a process of its own."""
+_SMALL_BYTES = 1024
+"""Every rank writes replicated tensors up to this size, so that a resume finds them in its own file."""
 
 
 class Saver:
     """Writes state dicts as DCP folders.
 
     Args:
-        planner: for a state that is in host memory already; None for one of plain tensors and DTensors.
+        planner: Planner for a state in host memory; None for a state of plain tensors and DTensors.
     """
 
-    def __init__(self, planner: type[SavePlanner] | None = None) -> None:
+    def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
         self._planner = planner
+        self._process = WriterProcess()
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -52,59 +74,260 @@ class Saver:
         group = self._group  # a collective: create it before a thread needs it
         if background and self._planner is None:
             state = staged(state)
+        planner = (self._planner or DefaultSavePlanner)()
 
         def write() -> None:
-            save(
-                state,
-                storage_writer=ChecksummingWriter(folder),
-                planner=None if self._planner is None else self._planner(),
-                process_group=group,
-                no_dist=group is None,
-            )
+            write_checkpoint(state, folder, planner, group, self._process if background else None)
 
         if background:
             return WriteHandle(in_background(write, name="checkpoint"))
         write()
         return WriteHandle(None)
 
-
-@dataclass(frozen=True)
-class _ChecksummedResult(WriteResult):
-    """The position of an item in the files, and its checksum."""
-
-    checksum: int
+    def close(self) -> None:
+        """End the process that writes large files, if there is one."""
+        self._process.close()
 
 
-class ChecksummingWriter(FileSystemWriter):
-    """Writes this rank's shards into ``folder``; rank 0 also writes the metadata and all checksums.
+def write_checkpoint(
+    state: dict[str, Any],
+    folder: Path,
+    planner: DefaultSavePlanner,
+    group: dist.ProcessGroup | None,
+    process: WriterProcess | None = None,
+) -> None:
+    """Write this rank's shards and table; rank 0 also writes ``.metadata``. A collective call.
 
     Args:
-        folder: must exist on this rank's host. Other ranks may use other folders.
+        state: Nested state dict.
+        folder: Existing folder on this rank's host. Other ranks may use other folders.
+        planner: DCP's planner.
+        group: Process group of all ranks; None in a single process.
+        process: Process that writes large shard files; None to write all in this process.
+
+    Raises:
+        OSError: On every rank, if any rank could not write its files.
+    """
+    ranks = _Ranks(group)
+    keys: list[KeyEntry] = []
+    holders: Mapping[str, tuple[int, ...]] = {}
+    written: list[Table] = []
+
+    def describe() -> bytes:
+        planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+        keys.extend(_describe_keys(planner))
+        return hashlib.blake2b(repr(keys).encode()).digest()
+
+    def write_shards() -> TableRecord:
+        file, pieces, copies = _write_shards(folder, planner, ranks, holders, process)
+        table, content = build_table(f"__{ranks.rank}.metadata", file, keys, pieces, copies)
+        _write_synced(folder / table.record.name, iter([content]))
+        written.append(table)
+        return table.record
+
+    def write_metadata(records: Sequence[TableRecord]) -> None:
+        pieces = (ranks.receive(rank, record.pieces_nbytes) for rank, record in enumerate(records) if rank)
+        content = iter_metadata(written[0], pieces)
+        try:
+            crc32, nbytes = _write_synced(folder / ".metadata", content)
+        finally:
+            for _ in pieces:  # otherwise the other ranks would wait until their pieces are received
+                pass
+        stored, expected = sum(record.numel for record in records), count_elements(keys)
+        if stored != expected:
+            raise OSError(f"{folder}: the ranks wrote {stored:,} elements of {expected:,}")
+        write_tables_index(folder, records, metadata_crc32=crc32, metadata_nbytes=nbytes)
+
+    digests = ranks.run(describe)
+    # The keys of ranks differ only if a custom optimizer has other state on another rank.
+    if not ranks.broadcast(digests is not None and len(set(digests)) == 1):
+        keys[:], holders = _merge_keys(ranks.all_gather(keys))
+    records = ranks.run(write_shards)
+    ranks.run(partial(ranks.send, written[0].pieces) if records is None else partial(write_metadata, records))
+
+
+class _Ranks:
+    """Collectives of a save.
+
+    Args:
+        group: Process group of all ranks; None in a single process.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=True)
-        self._folder = folder
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner).wait()
-        stored = [result.storage_data for result in written]
-        items = [(item.relative_path, item.offset, item.length) for item in stored]
-        checksums = item_checksums(self._folder, items)
-        results: Future[list[WriteResult]] = Future()
-        results.set_result(
-            [
-                _ChecksummedResult(result.index, result.size_in_bytes, result.storage_data, checksum)
-                for result, checksum in zip(written, checksums, strict=True)
-            ]
-        )
-        return results
+    def run(self, function: Callable[[], T]) -> list[T] | None:
+        """Call a function on every rank.
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        items: dict[str, dict[str, int]] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            assert isinstance(result, _ChecksummedResult)
-            stored = result.storage_data
-            items.setdefault(stored.relative_path, {})[str(stored.offset)] = result.checksum
-        write_shard_checksums(self._folder, items)
+        Returns:
+            The results of all ranks on rank 0, None on the other ranks.
+
+        Raises:
+            OSError: On every rank, if the function failed on any rank. A rank raises its own exception.
+        """
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        results = self._gather((None if failure is None else one_line(failure), result))
+        failures = [(rank, reason) for rank, (reason, _) in enumerate(results or ()) if reason is not None]
+        failed = self.broadcast("; ".join(f"rank {rank}: {reason}" for rank, reason in failures))
+        if failure is not None:
+            raise failure
+        if failed:
+            raise OSError(failed)
+        return None if results is None else [result for _, result in results]
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        """Gather a value of a fixed size on rank 0; returns None on the other ranks."""
+        if self._group is None:
+            return [value]
+        values = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
+    def all_gather(self, value: T) -> list[T]:
+        """Gather a value on all ranks."""
+        values = [value] * self.world_size
+        if self._group is not None:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0."""
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def send(self, content: bytes) -> None:
+        """Send bytes to rank 0."""
+        if content:
+            dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), dst=0, group=self._group)
+
+    def receive(self, rank: int, nbytes: int) -> bytes:
+        """Receive bytes from a rank."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            dist.recv(buffer, src=rank, group=self._group)
+        return buffer.numpy().tobytes()
+
+
+def _describe_keys(planner: DefaultSavePlanner) -> list[KeyEntry]:
+    """Describe every key of the flattened state dict."""
+    keys = []
+    for key, value in planner.state_dict.items():
+        dtype = getattr(value, "dtype", None)
+        if isinstance(dtype, torch.dtype):
+            name = FROM_TORCH.get(str(dtype).removeprefix("torch."))
+            if name is None:
+                raise OSError(f"{key}: tensors of {dtype} cannot be saved; use another dtype")
+            keys.append(KeyEntry(key, planner.mappings[key], name, tuple(value.shape)))
+        else:
+            keys.append(KeyEntry(key, planner.mappings[key]))
+    return keys
+
+
+def _merge_keys(
+    keys_by_rank: Sequence[list[KeyEntry]],
+) -> tuple[list[KeyEntry], Mapping[str, tuple[int, ...]]]:
+    """Merge the keys of all ranks.
+
+    Returns:
+        The keys of all ranks, and the ranks that have a key if not all of them have it.
+    """
+    merged: dict[str, KeyEntry] = {}
+    holders: dict[str, list[int]] = {}
+    for rank, keys_of_rank in enumerate(keys_by_rank):
+        for entry in keys_of_rank:
+            if merged.setdefault(entry.key, entry) != entry:
+                raise OSError(f"{entry.key}: has another shape or dtype on rank {rank} than on a lower rank")
+            holders.setdefault(entry.key, []).append(rank)
+    return list(merged.values()), {
+        key: tuple(of_key) for key, of_key in holders.items() if len(of_key) < len(keys_by_rank)
+    }
+
+
+def _write_shards(
+    folder: Path,
+    planner: DefaultSavePlanner,
+    ranks: _Ranks,
+    holders: Mapping[str, tuple[int, ...]],
+    process: WriterProcess | None,
+) -> tuple[str, list[WrittenPiece], list[WrittenPiece]]:
+    """Write the shard file of this rank.
+
+    Returns:
+        The name of the file, the pieces that belong to the checkpoint, and the copies of small pieces that
+        belong to the checkpoint in another rank's file.
+    """
+    everyone = tuple(range(ranks.world_size))
+    # Bytes that each rank of a group of replicas writes. All of them compute the same numbers.
+    loads: dict[tuple[int, ...], list[int]] = {}
+    owned: dict[MetadataIndex, bool] = {}
+    items: list[WriteItem] = []
+    for item in planner.create_local_plan().items:
+        data, value = item.tensor_data, planner.state_dict[item.index.fqn]
+        if isinstance(value, DTensor):
+            replicas = _find_replicas(value)
+        elif isinstance(value, torch.Tensor) or data is None:
+            replicas = holders.get(item.index.fqn, everyone)
+        else:  # a planner's own type, whose pieces are on one rank each
+            replicas = (ranks.rank,)
+        is_empty = data is not None and 0 in data.chunk.sizes
+        if is_empty and (ranks.rank != 0 or 0 not in data.size):
+            continue
+        nbytes = item.tensor_storage_size() or 1
+        load = loads.setdefault(replicas, [0] * len(replicas))
+        writer = load.index(min(load))
+        load[writer] += nbytes
+        is_owner = replicas[writer] == ranks.rank or is_empty
+        if is_owner or nbytes <= _SMALL_BYTES:
+            owned[item.index] = is_owner
+            items.append(item)
+    nbytes = sum(item.tensor_storage_size() or 0 for item in items)
+    is_large = process is not None and nbytes >= MIN_PROCESS_BYTES
+    write = process.write_items if process is not None and is_large else write_items
+    written = write(folder, ranks.rank, items, planner)
+    sizes = {item.index: () if item.tensor_data is None else item.tensor_data.chunk.sizes for item in items}
+    pieces: tuple[list[WrittenPiece], list[WrittenPiece]] = [], []
+    for item in written:
+        index = item.index
+        offsets = None if index.offset is None else tuple(index.offset)
+        piece = WrittenPiece(index.fqn, offsets, tuple(sizes[index]), item.offset, item.length, item.checksum)
+        pieces[0 if owned[index] else 1].append(piece)
+    file = next((item.file for item in written), f"__{ranks.rank}_0.distcp")
+    return file, *pieces
+
+
+def _find_replicas(tensor: DTensor) -> tuple[int, ...]:
+    """Return the ranks that have the same shard of a tensor as this rank."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index = tuple(
+        slice(None) if placement.is_replicate() else position
+        for placement, position in zip(tensor.placements, coordinate, strict=True)
+    )
+    return tuple(mesh.mesh[index].flatten().tolist())
+
+
+def _write_synced(path: Path, content: Iterator[bytes]) -> tuple[int, int]:
+    """Write and fsync a file.
+
+    Returns:
+        The CRC32 of the content, and its size in bytes.
+    """
+    crc32 = nbytes = 0
+    with path.open("wb") as file:
+        for part in content:
+            file.write(part)
+            crc32 = isal_zlib.crc32(part, crc32)
+            nbytes += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return crc32, nbytes

@@ -1,0 +1,282 @@
+"""Work of a save and of a resume by the number of ranks and tensors: seconds of CPU time and memory.
+
+    python -m benchmarks.checkpoint_scale growth --tensors 1137 --ranks 8 32 128
+    python -m benchmarks.checkpoint_scale steps --place thread
+
+``growth`` writes a checkpoint as so many ranks would, one rank after the other in one process: tensors of
+four values a row, one row on each rank, with the weights and two moments of each parameter. It measures the
+table of one rank, rank 0's work on ``.metadata``, and the opening of the checkpoint by one rank of the same
+world, by one of half as many, and by ``portable-convert``, which reads ``.metadata``.
+
+``steps`` trains a small model and saves a large state in the background. It compares the time of the steps
+during the save with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from isal import isal_zlib
+
+from converters import item_checksums, open_checkpoint
+from converters.writers.dcp_tables import (
+    KeyEntry,
+    WrittenPiece,
+    build_table,
+    iter_metadata,
+    write_tables_index,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from converters.writers.dcp_tables import Table
+
+COLUMNS = 4
+
+
+def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
+    """List the keys of a run's state dict: weights and two moments, with one row on each rank."""
+    names = [f"model.layers.{n // 9}.mlp.part{n % 9}.weight" for n in range(parameters)]
+    paths: list[tuple[str | int, ...]] = [("model", name) for name in names]
+    paths += [("optim", "state", name, what) for name in names for what in ("exp_avg", "exp_avg_sq")]
+    shape = (ranks, COLUMNS)
+    return [KeyEntry(".".join(map(str, path)), path, "F32", shape) for path in paths]
+
+
+def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> Table:
+    """Write the shard file and the table of one rank; each value is the number of the rank."""
+    buffer = io.BytesIO()
+    torch.save(torch.full((1, COLUMNS), float(rank)), buffer)
+    item = buffer.getvalue()
+    file = f"__{rank}_0.distcp"
+    (folder / file).write_bytes(item * len(keys))
+    (checksum,) = item_checksums(folder, [(file, 0, len(item))])
+    pieces = [
+        WrittenPiece(entry.key, (rank, 0), (1, COLUMNS), number * len(item), len(item), checksum)
+        for number, entry in enumerate(keys)
+    ]
+    table, content = build_table(f"__{rank}.metadata", file, keys, pieces)
+    (folder / table.record.name).write_bytes(content)
+    return table
+
+
+def write_metadata(folder: Path, tables: list[Table]) -> int:
+    """Write ``.metadata`` and the index as rank 0 does, and return the size of ``.metadata``."""
+    crc32 = nbytes = 0
+    with (folder / ".metadata").open("wb") as file:
+        for part in iter_metadata(tables[0], (table.pieces for table in tables[1:])):
+            file.write(part)
+            crc32, nbytes = isal_zlib.crc32(part, crc32), nbytes + len(part)
+    records = [table.record for table in tables]
+    write_tables_index(folder, records, metadata_crc32=crc32, metadata_nbytes=nbytes)
+    return nbytes
+
+
+def measure_cpu(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of CPU time that a call takes, and its result."""
+    start = time.process_time()
+    result = function()
+    return time.process_time() - start, result
+
+
+def open_as(folder: Path, rank: tuple[int, int] | None) -> None:
+    """Open a checkpoint and read one rank's rows, and print the seconds of CPU time and the peak memory."""
+
+    def read() -> None:
+        checkpoint = open_checkpoint(folder, rank=rank)
+        assert checkpoint.optimizer is not None
+        for name, tensor in checkpoint.tensors.items():
+            if rank is not None:
+                rows = tensor.shape[0] // rank[1]
+                index = slice(rank[0] * rows, (rank[0] + 1) * rows)
+                for part in (tensor, *checkpoint.optimizer.state[name].values()):
+                    part.read(index)  # type: ignore[union-attr]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, _ = measure_cpu(read)
+    print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def measure_opening(folder: Path, rank: str) -> tuple[float, float]:
+    """Open a checkpoint in a new process; returns the seconds of CPU time and the additional peak MB."""
+    command = [sys.executable, "-m", "benchmarks.checkpoint_scale", "open", str(folder), "--rank", rank]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(output[0]), float(output[1])
+
+
+def write_empty_rank(folder: Path, table: Table, rank: int) -> Table:
+    """Write an empty shard file and table for a rank, and list the table as large as another."""
+    record = table.record
+    boxes = {shape: ((rank, 0), sizes) for shape, (_, sizes) in record.boxes.items()}
+    (folder / f"__{rank}_0.distcp").touch()
+    (folder / f"__{rank}.metadata").touch()
+    return replace(table, record=replace(record, name=f"__{rank}.metadata", boxes=boxes))
+
+
+def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict[str, float]:
+    """Write and open the checkpoint of so many ranks; if sparse, the files of all but two ranks are empty."""
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-scale-"))
+    try:
+        seconds, keys = measure_cpu(partial(list_keys, parameters, ranks))
+        tables = []
+        for rank in reversed(range(ranks)):
+            if not sparse or rank >= ranks - 2:
+                of_rank, table = measure_cpu(partial(write_rank, folder, keys, rank))
+            else:
+                table = write_empty_rank(folder, table, rank)
+            tables.append(table)
+        tables.reverse()
+        joining, nbytes = measure_cpu(partial(write_metadata, folder, tables))
+        same, same_mb = measure_opening(folder, f"{ranks - 1}/{ranks}")
+        half, half_mb = measure_opening(folder, f"{ranks // 2 - 1}/{ranks // 2}")
+        whole, whole_mb = (math.nan, math.nan) if sparse else measure_opening(folder, "all")
+    finally:
+        shutil.rmtree(folder)
+    return {
+        "ranks": ranks,
+        "pieces": ranks * len(keys),
+        "table of a rank, s": seconds + of_rank,
+        "rank 0 joins, s": joining,
+        ".metadata, MB": nbytes / 1e6,
+        "same world opens, s": same,
+        "same world, MB": same_mb,
+        "half the world opens, s": half,
+        "half the world, MB": half_mb,
+        "all pieces, s": whole,
+        "all pieces, MB": whole_mb,
+    }
+
+
+# -- steps during a save ------------------------------------------------------------------------------------
+
+
+def train_with_saves(place: str, tensors: int, megabytes: int, device: str) -> dict[str, float]:
+    """Train a small model, save in the background, and compare the steps during saves with the others."""
+    import torch.distributed as dist
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541", "RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(24))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(32, 256, device=device)
+    numel = megabytes * (1 << 20) // 4 // tensors
+    state = {"model": {f"layers.{n}.weight": torch.zeros(numel, device=device) for n in range(tensors)}}
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-steps-"))
+    save = choose_saver(place)
+    alone, during, stalls, lengths = [], [], [], []
+    try:
+        for number in range(4):
+            target = folder / str(number)
+            target.mkdir()
+            started = time.perf_counter()
+            done = save(state, target)
+            stalls.append(time.perf_counter() - started)
+            while not done():
+                during.append(measure_step(model, optimizer, batch))
+            lengths.append(time.perf_counter() - started)
+            alone += [measure_step(model, optimizer, batch) for _ in range(100)]
+            shutil.rmtree(target)
+            if number == 0:  # the first save starts processes and allocates memory
+                during.clear()
+    finally:
+        shutil.rmtree(folder)
+    return {
+        "step, ms": 1000 * statistics.mean(alone),
+        "step during a save, ms": 1000 * statistics.mean(during),
+        "ratio": statistics.mean(during) / statistics.mean(alone),
+        "ratio of medians": statistics.median(during) / statistics.median(alone),
+        "save, s": statistics.median(lengths[1:]),
+        "stall of the loop, s": statistics.median(stalls[1:]),
+    }
+
+
+def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    """Return the seconds of one optimizer step."""
+    started = time.perf_counter()
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if batch.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bool]]:
+    """Return a function that starts a save, and returns whether the save has ended."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+    from portable.engines.fsdp import saving
+
+    if place in ("thread", "process"):
+        saving.MIN_PROCESS_BYTES = 0 if place == "process" else 1 << 62
+        saver = saving.Saver()
+        return lambda state, folder: saver.save(state, folder, background=True).done
+    kind = AsyncCheckpointerType.PROCESS if place == "dcp-process" else AsyncCheckpointerType.THREAD
+
+    def save(state: dict[str, Any], folder: Path) -> Callable[[], bool]:
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        future = async_save(state, checkpoint_id=folder, planner=planner, async_checkpointer_type=kind)
+        return future.done  # type: ignore[union-attr]
+
+    return save
+
+
+def main() -> None:
+    """Run one of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    growth = commands.add_parser("growth")
+    growth.add_argument("--tensors", type=int, default=1137, help="parameters of the model")
+    growth.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128])
+    growth.add_argument("--sparse", action="store_true", help="leave the files of all but two ranks empty")
+    growth.add_argument("--json", type=Path)
+    steps = commands.add_parser("steps")
+    steps.add_argument(
+        "--place", choices=("thread", "process", "dcp-thread", "dcp-process"), default="process"
+    )
+    steps.add_argument("--tensors", type=int, default=3411)
+    steps.add_argument("--megabytes", type=int, default=400)
+    steps.add_argument("--device", default="cpu")
+    steps.add_argument("--json", type=Path)
+    opened = commands.add_parser("open")
+    opened.add_argument("folder", type=Path)
+    opened.add_argument("--rank", required=True)
+    options = parser.parse_args()
+    if options.command == "open":
+        rank, _, world_size = options.rank.partition("/")
+        open_as(options.folder, (int(rank), int(world_size)) if world_size else None)
+        return
+    if options.command == "steps":
+        rows = [train_with_saves(options.place, options.tensors, options.megabytes, options.device)]
+    else:
+        rows = []
+        for ranks in options.ranks:
+            rows.append(measure_growth(options.tensors, ranks, sparse=options.sparse))
+            print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+    if options.command == "steps":
+        print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()))
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

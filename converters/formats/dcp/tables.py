@@ -1,0 +1,202 @@
+"""Tables of pieces: the metadata of each rank, read by the ranks that need it.
+
+`.metadata` describes the pieces of all ranks, a thousand times more than one of a thousand ranks needs. A
+rank that resumes begins with one table, in an unchanged world its own. It reads another table when it reads a
+slice that the tables so far do not cover; `shard_checksums.json` says which tables may have the rest.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from threading import RLock
+from typing import TYPE_CHECKING
+
+from converters.errors import CheckpointError
+from converters.formats.dcp.checksums import read_checksums
+from converters.formats.dcp.metadata import TensorEntry, read_metadata_file
+from converters.tensors.tensor import Box, Tensor, possible_shape
+from converters.tensors.tiling import check_boxes_tile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from converters.formats.dcp.checksums import ShardChecksums
+    from converters.formats.dcp.metadata import Dims, Entry
+    from converters.storage.folder import Folder
+
+Region = tuple["Dims", "Dims"]
+"""Offsets and sizes."""
+_WHOLE = ".metadata"
+
+
+class ShardTables:
+    """The tables of one checkpoint, of which as few as possible are read.
+
+    Args:
+        folder: Folder of the checkpoint.
+        checksums: Its `shard_checksums.json`, which lists the tables.
+        first: Name of the table to begin with.
+
+    Attributes:
+        entries: All keys of the state dict, as in the first table.
+
+    Raises:
+        CheckpointError: If the first table is missing or damaged.
+    """
+
+    def __init__(self, folder: Folder, checksums: ShardChecksums, first: str) -> None:
+        self._folder = folder
+        self._checksums = checksums
+        self._lock = RLock()
+        self.entries = read_metadata_file(folder, first, checksums)
+        self._read: dict[str, dict[str, Entry]] = {first: self.entries}
+
+    def find_boxes(
+        self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region | None
+    ) -> list[Box]:
+        """Find the pieces of a tensor that overlap with a region, and read the tables that list them.
+
+        Args:
+            key: Key of the tensor.
+            build_boxes: Function that builds the boxes of an entry.
+            region: The region; None for the whole tensor.
+
+        Returns:
+            The pieces, without duplicates.
+
+        Raises:
+            CheckpointError: If a table is missing or damaged, or if pieces leave gaps or overlap.
+        """
+        entry = self.entries[key]
+        assert isinstance(entry, TensorEntry)
+        region = region or ((0,) * len(entry.shape), entry.shape)
+        with self._lock:
+            boxes = self._collect(key, build_boxes, region)
+            if sum(prod(sizes) for _, sizes in _clip(boxes, region)) < prod(region[1]):
+                self._read_tables(entry.shape, region)
+                boxes = self._collect(key, build_boxes, region)
+        check_boxes_tile(f"{self._folder.path}: {key}", region[1], _clip(boxes, region))
+        return boxes
+
+    def _collect(
+        self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region
+    ) -> list[Box]:
+        """Build the boxes of the pieces in the tables read so far."""
+        boxes: dict[str, Box] = {}
+        for table in self._read.values():
+            entry = table.get(key)
+            if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != _type_of(
+                self.entries[key]
+            ):
+                raise CheckpointError(f"{self._folder.path}: the ranks' metadata disagree about {key!r}")
+            for box in build_boxes(entry):
+                # As text, because numbers can be chosen to collide.
+                boxes.setdefault(repr((box.offsets, box.sizes)), box)
+        return [box for box in boxes.values() if _overlap((box.offsets, box.sizes), region) is not None]
+
+    def _read_tables(self, shape: Dims, region: Region) -> None:
+        """Read the tables whose box for the shape overlaps with a region, or `.metadata` if it is smaller."""
+        if _WHOLE in self._read:
+            return
+        name_of_shape = "x".join(map(str, shape))
+        names = [
+            name
+            for name, boxes in self._checksums.boxes.items()
+            if name not in self._read
+            and name_of_shape in boxes
+            and _overlap(boxes[name_of_shape], region) is not None
+        ]
+        sizes = self._checksums.sizes
+        if sum(sizes[name] for name in (*self._read, *names)) > sizes[_WHOLE]:
+            names = [_WHOLE]
+        for name in names:
+            self._read[name] = read_metadata_file(self._folder, name, self._checksums)
+
+
+class ShardedTensor(Tensor):
+    """Tensor whose boxes are looked up when they are read.
+
+    Args:
+        name: Name of the tensor, used in error messages.
+        dtype: Safetensors dtype.
+        shape: Full, unsharded shape.
+        find_boxes: Function that returns the boxes that overlap with a region, or with None all boxes.
+    """
+
+    __slots__ = ("_find_boxes", "_located")
+
+    def __init__(
+        self, name: str, dtype: str, shape: Sequence[int], find_boxes: Callable[[Region | None], list[Box]]
+    ) -> None:
+        self._set_fields(name, dtype, possible_shape(name, dtype, shape), ())
+        self._boxes = None
+        self._find_boxes = find_boxes
+        self._located: tuple[Region, list[Box]] | None = None
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """Pieces of the whole tensor, which are guaranteed to cover each element exactly once."""
+        if self._boxes is None:
+            self._set_fields(self.name, self.dtype, self.shape, self._find_boxes(None))
+        assert self._boxes is not None
+        return self._boxes
+
+    @property
+    def pieces(self) -> int:
+        """Number of boxes, or 0 for an empty tensor."""
+        return len(self.boxes)
+
+    def find_overlapping_boxes(self, starts: Dims, sizes: Dims) -> Sequence[Box]:
+        """Return the boxes that overlap with a region."""
+        if self._boxes is not None or not starts:
+            return super().find_overlapping_boxes(starts, sizes)
+        # A slice is read in several regions if it is larger than a buffer.
+        if self._located is None or self._located[0] != (starts, sizes):
+            self._located = (starts, sizes), self._find_boxes((starts, sizes))
+        return self._located[1]
+
+    def release(self) -> None:
+        """Release the data cached by previous reads. The tensor can still be read afterward."""
+        for box in (*(self._boxes or ()), *(self._located[1] if self._located else ())):
+            box.release()
+
+
+def open_tables(folder: Folder, rank: tuple[int, int]) -> ShardTables | None:
+    """Open the tables of a checkpoint for one rank.
+
+    Args:
+        folder: Folder of the checkpoint.
+        rank: Rank and world size of the reader.
+
+    Returns:
+        The tables, or None if the checkpoint has none, or if one process reads them all.
+    """
+    number, world_size = rank
+    checksums = read_checksums(folder)
+    if checksums is None or not checksums.boxes or (world_size == 1 and len(checksums.boxes) > 1):
+        return None
+    names = sorted(checksums.boxes, key=lambda name: (len(name), name))
+    return ShardTables(folder, checksums, names[number * len(names) // world_size])
+
+
+def _type_of(entry: Entry) -> tuple[str, Dims] | None:
+    return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
+
+
+def _overlap(box: Region, region: Region) -> Region | None:
+    """Return the common part of a box and a region, relative to the region; None if there is none."""
+    if len(box[0]) != len(region[0]):
+        return None
+    lows, sizes = [], []
+    for offset, size, start, extent in zip(*box, *region, strict=True):
+        low, high = max(offset, start), min(offset + size, start + extent)
+        if low >= high:
+            return None
+        lows.append(low - start)
+        sizes.append(high - low)
+    return tuple(lows), tuple(sizes)
+
+
+def _clip(boxes: Sequence[Box], region: Region) -> list[Region]:
+    clipped = (_overlap((box.offsets, box.sizes), region) for box in boxes)
+    return [overlap for overlap in clipped if overlap is not None]

@@ -1,0 +1,299 @@
+"""Write the metadata of a sharded DCP save without gathering it.
+
+Each rank describes the pieces that it wrote in a table of its own, `__3.metadata`, which has the format that
+DCP uses for ranks that save without communicating. The table consists of three parts:
+
+    header    the keys of the state dict, with shapes and dtypes; equal on all ranks
+    pieces    opcodes that add this rank's pieces to the containers of the header
+    trailer   the end of the pickle
+
+The pieces refer to the header by fixed positions in the pickle's memo and to nothing else. So `.metadata`,
+the file that DCP reads at any number of ranks, is the header, the pieces of all ranks one after the other,
+and the trailer: rank 0 copies bytes and never holds the pieces of all ranks.
+
+Source: torch/distributed/checkpoint/metadata.py, filesystem.py; Lib/pickletools.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from isal import isal_zlib
+
+from converters.formats.dcp.checksums import CHECKSUMS, TABLES_VERSION
+from converters.storage.output_file import write_file
+from converters.tensors.dtypes import TO_TORCH
+from converters.writers.torchzip_writer import Call, Made, Name, emit, remember, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+    from converters.storage.path_or_url import Place
+    from converters.writers.torchzip_writer import Memo
+
+Dims = tuple[int, ...]
+_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_INDEX, _CHUNK = Name(_METADATA, "MetadataIndex"), Name(_METADATA, "ChunkStorageMetadata")
+_STORED = Name(_FILES, "_StorageInfo")
+# Everything that the pieces refer to, apart from the keys and the containers of the header.
+_WORDS = (
+    _INDEX, _CHUNK, _STORED, size_of(()).function, "fqn", "offset", "offsets", "sizes", "relative_path",
+    "length", "checksum",
+)  # fmt: skip
+_STORAGE_DATA = ("storage_data",)
+TRAILER = b"b."
+"""End of a table and of `.metadata`."""
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """One key of a state dict.
+
+    Attributes:
+        key: Flattened key, such as `model.layers.0.weight`.
+        path: Keys of the nested dicts and indices of the lists that the key was flattened from.
+        dtype: Safetensors dtype of a tensor, None for any other value.
+        shape: Unsharded shape of a tensor.
+    """
+
+    key: str
+    path: tuple[str | int, ...]
+    dtype: str | None = None
+    shape: Dims = ()
+
+
+@dataclass(frozen=True)
+class WrittenPiece:
+    """One item of a shard file: a piece of a tensor, or a value.
+
+    Attributes:
+        key: Key of the state dict.
+        offsets: Position of the piece in its tensor; None for a value.
+        sizes: Shape of the piece.
+        offset: Position of the item in the file in bytes.
+        length: Size of the item in the file in bytes.
+        checksum: CRC32 of the item, see `converters.item_checksums`.
+    """
+
+    key: str
+    offsets: Dims | None
+    sizes: Dims
+    offset: int
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """What rank 0 has to know of the table of one rank. Its size does not depend on the number of tensors.
+
+    Attributes:
+        name: Name of the table, such as `__3.metadata`.
+        nbytes: Size of the table.
+        crc32: CRC32 of the table.
+        header_crc32: CRC32 of the header, which has to be equal on all ranks.
+        pieces_nbytes: Size of the pieces that `.metadata` gets.
+        numel: Number of elements in these pieces.
+        boxes: For each shape of a tensor, the smallest box that contains all pieces of such tensors, as
+            offsets and sizes.
+    """
+
+    name: str
+    nbytes: int
+    crc32: int
+    header_crc32: int
+    pieces_nbytes: int
+    numel: int
+    boxes: dict[str, tuple[Dims, Dims]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of one rank, in memory.
+
+    Attributes:
+        header: First part, equal on all ranks.
+        pieces: Pieces that `.metadata` gets.
+        record: Summary for rank 0.
+    """
+
+    header: bytes
+    pieces: bytes
+    record: TableRecord
+
+
+def build_table(
+    name: str,
+    file: str,
+    keys: Sequence[KeyEntry],
+    pieces: Sequence[WrittenPiece],
+    copies: Sequence[WrittenPiece] = (),
+) -> tuple[Table, bytes]:
+    """Describe the pieces that a rank has written to one shard file.
+
+    Args:
+        name: Name of the table.
+        file: Name of the shard file.
+        keys: All keys of the state dict, in the same order on all ranks.
+        pieces: Pieces that belong to the checkpoint.
+        copies: Pieces that another rank has in its `pieces`. They are listed only in this rank's table, so
+            that this rank needs no other table.
+
+    Returns:
+        The table, and the content of its file.
+    """
+    header, memo = _build_header(keys)
+    shapes = {entry.key: entry.shape for entry in keys}
+    shared, own = _build_pieces(file, pieces, memo), _build_pieces(file, copies, memo)
+    content = header + shared + own + TRAILER
+    boxes: dict[str, tuple[Dims, Dims]] = {}
+    for piece in (*pieces, *copies):
+        if piece.offsets is not None and 0 not in piece.sizes:
+            shape = shape_key(shapes[piece.key])
+            boxes[shape] = _enclose(boxes.get(shape), piece.offsets, piece.sizes)
+    numel = sum(_count(piece.sizes) for piece in pieces if piece.offsets is not None)
+    record = TableRecord(
+        name, len(content), isal_zlib.crc32(content), isal_zlib.crc32(header), len(shared), numel, boxes
+    )
+    return Table(header, shared, record), content
+
+
+def shape_key(shape: Dims) -> str:
+    """Return the key of a shape in the boxes of a table."""
+    return "x".join(map(str, shape))
+
+
+def count_elements(keys: Iterable[KeyEntry]) -> int:
+    """Return the number of elements that the tensors of a state dict have, unsharded."""
+    return sum(_count(entry.shape) for entry in keys if entry.dtype is not None)
+
+
+def write_tables_index(
+    folder: Place, records: Sequence[TableRecord], *, metadata_crc32: int, metadata_nbytes: int
+) -> None:
+    """Write `shard_checksums.json`, which lists the tables of all ranks.
+
+    Args:
+        folder: Folder of the checkpoint.
+        records: Records of all tables.
+        metadata_crc32: CRC32 of `.metadata`.
+        metadata_nbytes: Size of `.metadata` in bytes.
+    """
+    document = {
+        "version": TABLES_VERSION,
+        "metadata": {".metadata": metadata_crc32, **{record.name: record.crc32 for record in records}},
+        "bytes": {".metadata": metadata_nbytes, **{record.name: record.nbytes for record in records}},
+        "boxes": {record.name: record.boxes for record in records},
+    }
+    write_file(folder / CHECKSUMS, (json.dumps(document, separators=(",", ":")) + "\n").encode())
+
+
+def _count(sizes: Dims) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count
+
+
+def _enclose(box: tuple[Dims, Dims] | None, offsets: Dims, sizes: Dims) -> tuple[Dims, Dims]:
+    """Return the smallest box that contains a box and a piece."""
+    if box is None:
+        return offsets, sizes
+    low = tuple(map(min, box[0], offsets))
+    stops = zip(*box, offsets, sizes, strict=True)
+    high = (max(a + b, c + d) for a, b, c, d in stops)
+    return low, tuple(stop - start for start, stop in zip(low, high, strict=True))
+
+
+def _build_header(keys: Sequence[KeyEntry]) -> tuple[bytes, Memo]:
+    out, memo = bytearray(b"\x80\x02"), dict["Hashable", bytes]()
+    for word in _WORDS:
+        emit(word, out, memo)
+        out += b"0"
+    emit(Name(_METADATA, "Metadata"), out, memo)
+    out += b")\x81}("
+    emit("state_dict_metadata", out, memo)
+    out += b"}("
+    for entry in keys:
+        emit(entry.key, out, memo)
+        if entry.dtype is None:
+            emit(Made(Name(_METADATA, "BytesStorageMetadata"), {}), out, memo)
+            continue
+        emit(Name(_METADATA, "TensorStorageMetadata"), out, memo)
+        out += b")\x81}("
+        for word, value in (
+            ("properties", _describe_properties(entry.dtype)),
+            ("size", size_of(entry.shape)),
+        ):
+            emit(word, out, memo)
+            emit(value, out, memo)
+        emit("chunks", out, memo)
+        out += b"]"
+        remember(("chunks", entry.key), out, memo)
+        out += b"ub"
+    out += b"u"
+    emit("planner_data", out, memo)
+    emit({entry.key: entry.path for entry in keys}, out, memo)
+    emit("storage_meta", out, memo)
+    out += b"N"
+    emit("version", out, memo)
+    emit("1.0.0", out, memo)
+    emit("storage_data", out, memo)
+    out += b"}"
+    remember(_STORAGE_DATA, out, memo)
+    out += b"u"
+    return bytes(out), memo
+
+
+def _describe_properties(dtype: str) -> Made:
+    properties = (
+        Name("torch", TO_TORCH[dtype]),
+        Call(Name("torch.serialization", "_get_layout"), ("torch.strided",)),
+        False,
+        Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,)),
+        False,
+    )
+    return Made(Name(_METADATA, "TensorProperties"), properties)
+
+
+def _build_pieces(file: str, pieces: Sequence[WrittenPiece], header_memo: Memo) -> bytes:
+    if not pieces:
+        return b""
+    memo = dict(header_memo)
+    out = bytearray()
+    emit(file, out, memo)
+    out += b"0"
+    for piece in pieces:
+        index: dict[str, object] = {"fqn": piece.key}
+        if piece.offsets is not None:
+            index["offset"] = size_of(piece.offsets)
+            out += memo["chunks", piece.key]
+            chunk = {"offsets": size_of(piece.offsets), "sizes": size_of(piece.sizes)}
+            emit(Made(_CHUNK, chunk), out, memo)
+            out += b"a0"
+        out += memo[_STORAGE_DATA]
+        emit(Made(_INDEX, index), out, memo)
+        stored = {
+            "relative_path": file,
+            "offset": piece.offset,
+            "length": piece.length,
+            "checksum": piece.checksum,
+        }
+        emit(Made(_STORED, stored), out, memo)
+        out += b"s0"
+    return bytes(out)
+
+
+def iter_metadata(table: Table, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the content of `.metadata`, part by part.
+
+    Args:
+        table: Table of rank 0.
+        pieces: Pieces of the other tables, in the order of the ranks.
+    """
+    yield table.header
+    yield table.pieces
+    yield from pieces
+    yield TRAILER
