@@ -26,7 +26,7 @@ from portable.model.config_values import check_config_values, iter_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
 from portable.model.model_terms import adds_router_loss
-from portable.model.on_meta import large_tensors_on_meta
+from portable.model.on_meta import compute_buffers, parameters_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
@@ -536,8 +536,6 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
 
 
 def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
-    from accelerate import init_empty_weights
-
     built_class = _find_class(config, settings)
     saved, config = config, copy.deepcopy(config)
     text = config.get_text_config()
@@ -547,7 +545,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
     if not given and isinstance(vocabulary, int) and isinstance(padding, int) and padding >= vocabulary:
         text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
-    with init_empty_weights(include_buffers=False), large_tensors_on_meta():
+    with parameters_on_meta() as recording:
         if hasattr(built_class, "from_config"):  # an Auto class
             model: PreTrainedModel = built_class.from_config(
                 config,
@@ -561,10 +559,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             )
         if settings.function is not None:
             model = changed(model, settings.function, saved)
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:  # created as a parameter, so its values are undefined
-                setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+    compute_buffers(model, recording)
     return model
 
 
