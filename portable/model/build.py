@@ -22,6 +22,7 @@ from converters.storage.path_or_url import suggest_path
 from portable import plugins
 from portable.config.derived import BY_TRAINING, classify_training
 from portable.errors import UserError, one_line, require
+from portable.hub_requests import ask_hub
 from portable.model.config_values import check_config_values, iter_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
@@ -112,11 +113,15 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
                 or "; give a model folder or a model name on the hub (organization/name)"
             )
         )
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
-    try:
+
+    def load() -> PretrainedConfig:
+        check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
         values, _ = PretrainedConfig.get_config_dict(name)
         check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", values)
-        config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+
+    try:
+        config = ask_hub(name, "config", load)
     except (UserError, MemoryError):
         raise
     except OSError as error:
@@ -493,11 +498,13 @@ def find_pretrained_class(name: str) -> Any:
 
     from portable.config.sections import ModelConfig
 
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
+    def load() -> PretrainedConfig:
+        check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
+        with convert_library_errors("model.name_or_path"):
+            return AutoConfig.from_pretrained(name)
+
     settings = ModelConfig(name_or_path=name, config=None)
-    with convert_library_errors("model.name_or_path"):
-        config = AutoConfig.from_pretrained(name)
-    return _find_class(config, settings)
+    return _find_class(ask_hub(name, "config", load), settings)
 
 
 def _find_composite_class(config: PretrainedConfig) -> Any:

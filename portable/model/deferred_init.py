@@ -290,8 +290,7 @@ class Recording:
         values = tensors[1:] if is_in_place else tensors
         is_plain = len(targets) == 1 and target.is_contiguous() and (is_in_place or not written)
         matches = all(
-            value.numel() == 1
-            and self._find(value) is None
+            (value.numel() == 1 and self._find(value) is None)
             or (value.shape == target.shape and value.is_contiguous())
             for value in values
         )

@@ -22,6 +22,7 @@ import converters
 from converters import CheckpointError, open_checkpoint
 from converters.storage.path_or_url import suggest_path
 from portable.errors import UserError, one_line
+from portable.hub_requests import ask_hub
 from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
 from portable.model.lazy_moves import LazyTensor, NotTraceableError, trace_moves
@@ -345,8 +346,13 @@ def layout_to_export(settings: ModelConfig) -> Checkpoint:
 def _config_of_base(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
+    name = str(settings.name_or_path)
+
+    def load() -> PretrainedConfig:
+        return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+
     with convert_library_errors("model.name_or_path"):
-        return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
+        return ask_hub(name, "config", load)
 
 
 def _dequantized(
@@ -400,13 +406,15 @@ def _load(
     settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
 ) -> tuple[Any, Mapping[str, Any]]:
     """Load a model like ``model`` into host memory; also return transformers' loading report."""
-    loaded, info = type(model).from_pretrained(
+    load = partial(
+        type(model).from_pretrained,
         settings.name_or_path,
         config=config,
         dtype=torch.float32,
         output_loading_info=True,
         trust_remote_code=settings.trust_remote_code,
     )
+    loaded, info = ask_hub(str(settings.name_or_path), "model", load)
     return loaded, info
 
 
@@ -442,6 +450,7 @@ def snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=[*_HUB_FILES]))
+        download = partial(snapshot_download, name_or_path, allow_patterns=[*_HUB_FILES])
+        return Path(ask_hub(name_or_path, "weights", download))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(f"{key}: {describe_download_error(name_or_path, error)}") from error

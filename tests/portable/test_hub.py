@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import yaml
 from huggingface_hub.utils import get_session
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from safetensors.numpy import load, save_file
 
 from portable import Run
@@ -22,6 +24,7 @@ from portable.output.export import MARKER
 from portable.output.hub import Hub
 from portable.reporting.card import CARD
 from portable.run.rank import run_rank
+from tests import hub_datasets
 from tests.composite import build_composite
 from tests.exports import write_source
 from tests.hub_server import DROP, LOST, TOKEN, FakeHub, Repository, serving
@@ -265,3 +268,41 @@ def test_what_cannot_be_uploaded_is_refused(
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists() and hub.repositories.keys() == before
     assert state.keys().isdisjoint({"token", "offline"}) or not hub.requests
+
+
+def load_from_hub(url: str, name: str, cache: Path) -> tuple[dict[str, str], int]:
+    """Load the config, tokenizer and weights of ``name``; return the commits and the number of weights."""
+    from huggingface_hub import constants
+
+    from portable.data.tokens.tokenizer import load_tokenizer
+    from portable.hub_requests import get_revisions
+    from portable.model.build import build_model, model_config
+    from portable.model.pretrained import pretrained_weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        use(url, None, patch)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
+        model = build_model(model_config(settings), settings)
+        load_tokenizer(name)
+        return get_revisions(), len(pretrained_weights(settings, model).found)
+
+
+def test_one_rank_of_a_node_asks_the_hub(tmp_path: Path, ranks: RankPool) -> None:
+    """Three ranks send the requests of one, for files that are not cached and for files that are."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    counts = []
+    for number, world in enumerate((1, 3)):
+        name = f"lab/tiny{number}"
+        requests: list[tuple[str, str]] = []
+        with hub_datasets.serving(name, files, requests, kind="models") as url:
+            cache = tmp_path / f"cache{number}"
+            results = ranks.run(world, load_from_hub, url, name, cache)
+        assert results == ({f"model {name}": hub_datasets.COMMIT}, len(load(files["model.safetensors"])))
+        counts.append(len(requests))
+    assert counts[0] == counts[1] > 0

@@ -330,25 +330,30 @@ def test_weights_are_those_of_from_pretrained(
         assert torch.equal(torch.from_numpy(part), theirs[name][1:3, 5:9])
 
 
-MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_vl_moe", "jamba", "lfm2_moe", "glm4_moe")
+ALL_MIXED: dict[str, Any] = {"first_k_dense_replace": 0, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss", "qwen3_vl_moe", "jamba", "lfm2_moe"), {}),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), ALL_MIXED),
+}
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_a_rank_reads_only_its_share_of_a_mixture(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As FSDP2 does, which divides the experts, and as ZeRO-3, whose shards begin in the middle of an expert."""
-    all_layers = {"first_k_dense_replace": 0} if model_type in ("deepseek_v3", "glm4_moe") else {}
-    config: Any = AutoConfig.for_model(**{**tiny_config(model_type), **all_layers})
+    """FSDP2 divides the experts; shards of ZeRO-3 begin in the middle of an expert."""
+    config: Any = AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]})
     theirs = state_tensors(saved_like(tmp_path, config))
     model = built(chosen(name_or_path=str(tmp_path)))
-    read_bytes = []
+    read_elements: list[int] = []
     floats = pretrained._read_floats
-    monkeypatch.setattr(
-        pretrained,
-        "_read_floats",
-        lambda tensor, index=None: read_bytes.append(floats(tensor, index)) or read_bytes[-1],
-    )
+
+    def count(*arguments: Any) -> torch.Tensor:
+        values = floats(*arguments)
+        read_elements.append(values.numel())
+        return values
+
+    monkeypatch.setattr(pretrained, "_read_floats", count)
     weights = pretrained_weights(chosen(name_or_path=str(tmp_path)), model)
     assert weights.missing == [] and weights.found.keys() == theirs.keys()
     draws = torch.Generator().manual_seed(0)
@@ -357,10 +362,10 @@ def test_a_rank_reads_only_its_share_of_a_mixture(
         ours = weights.found[name]
         assert torch.equal(torch.from_numpy(ours.read().copy()), tensor), name
         for index in (some_index(tuple(tensor.shape), draws), some_index(tuple(tensor.shape), draws)):
-            read_bytes.clear()
+            read_elements.clear()
             assert torch.equal(torch.from_numpy(ours.read(index).copy()), tensor[index]), (name, index)
-            assert sum(part.numel() for part in read_bytes) <= tensor[index].numel()
-            stacked += bool(read_bytes) and tensor.dim() == 3
+            assert sum(read_elements) <= tensor[index].numel()
+            stacked += bool(read_elements) and tensor.dim() == 3
     assert stacked or model_type in ("gpt_oss",)  # whose files contain stacked experts
 
 
