@@ -22,9 +22,13 @@ COMMIT = "c0ffee" * 6 + "c0de"
 
 @contextmanager
 def serving(
-    name: str, files: Mapping[str, bytes], requests: list[tuple[str, str]], *, kind: str = "datasets"
+    names: str | tuple[str, ...],
+    files: Mapping[str, bytes],
+    requests: list[tuple[str, str]],
+    *,
+    kind: str = "datasets",
 ) -> Iterator[str]:
-    """Serve the dataset or model ``name``; yield the URL. ``requests`` gets paths and ranges."""
+    """Serve datasets or models of the same files; yield the URL. ``requests`` gets paths and ranges."""
     root = "" if kind == "models" else f"/{kind}"
     oids = {path: hashlib.sha1(content).hexdigest() for path, content in files.items()}
 
@@ -44,6 +48,7 @@ def serving(
             path = urllib.parse.unquote(self.path.partition("?")[0])
             path = path.replace("/resolve/main/", f"/resolve/{COMMIT}/")
             requests.append((f"{self.command} {path}", self.headers.get("Range") or ""))
+            name = next((name for name in _as_tuple(names) if name in path), "")
             api, files_at = f"/api/{kind}/{name}", f"{root}/{name}/resolve/{COMMIT}/"
             if path in (api, f"{api}/revision/{COMMIT}", f"{api}/revision/main"):
                 siblings = [{"rfilename": one} for one in files]
@@ -71,6 +76,10 @@ def serving(
 
     with answers.serving(Handler) as url:
         yield url
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 def main(name: str, cache: Path) -> None:

@@ -1,12 +1,13 @@
 """Initial weights whose slices are computed when they are read.
 
-While a model is built, :class:`Recording` creates large tensors without values (torch's fake tensors) and records the
-operations that give them values: constructors, ``_init_weights`` and custom code run unchanged. Afterwards, each rank computes the
-elements of its shards. An element depends only on the seed and its position, because every tensor is divided into
-fixed tiles and the random numbers of each tile have a seed of their own.
+While a model is built, :class:`Recording` creates large tensors without values (torch's fake tensors) and
+records the operations that give them values: constructors, ``_init_weights`` and custom code run unchanged.
+Afterwards, each rank computes the elements of its shards. An element depends only on the seed and its
+position, because every tensor is divided into fixed tiles, and the random numbers of each tile have a seed of
+their own.
 
-Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole, one
-tensor at a time, whenever a slice of their result is read.
+Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole,
+one tensor at a time, whenever a slice of their result is read.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class _Write:
         operation: Operation of torch.
         arguments: Its arguments, with references in place of recorded tensors.
         keywords: Its keyword arguments, likewise.
-        kind: "elementwise", "in place" (elementwise, and its first argument is the target), "random" (in place,
-            with a generator) or "whole".
+        kind: "elementwise", "in place" (elementwise, and its first argument is the target), "random" (in
+            place, with a generator) or "whole".
         number: Number of the first tile, from which the seeds of random numbers are derived.
         result: Index of the output of a "whole" operation, or -1 - i if it changes its i-th tensor argument.
         shape, stride: Layout of this output in the storage.
@@ -352,7 +353,10 @@ class Recording:
     # -- computing ---------------------------------------------------------------------------------------
 
     def _seed(self, number: int) -> int:
-        """Return the seed of a tile: a permutation of 32-bit numbers, so that no two tiles of a run share one."""
+        """Return the seed of a tile.
+
+        torch uses 32 bits of a seed. This is a permutation, so that no two tiles of a model have the same seed.
+        """
         for key in self._keys:
             number = (number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
             number ^= number >> 15
