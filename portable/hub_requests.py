@@ -1,8 +1,9 @@
 """Requests to the Hugging Face hub, which one rank of each node sends for all of them.
 
 With all files cached, loading a model still sends several requests, and the hub limits the requests of an
-address. The first rank of a node therefore asks as usual. The other ranks wait for it, and then read its cache
-without requests. This needs no process group, because a run asks the hub before the process group exists.
+address. The first rank of a node therefore asks as usual. The other ranks wait for it, and then read its
+cache without requests. This needs no process group, because a run asks the hub before the process group
+exists.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "portable-hub-"
 _RECENT = 900.0
-"""Seconds for which an answer counts. A shell may start ranks again and again, which should see new commits."""
+"""Seconds for which an answer counts. Ranks that the same shell starts later should see new commits."""
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
 _is_asking = False
@@ -36,8 +37,8 @@ _is_asking = False
 def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "model") -> T:
     """Call a function that reads a repository of the hub, or a local folder.
 
-    If another rank of the node, the launcher or this process has called it for the same repository and purpose,
-    it reads only the cache.
+    If another rank of the node, the launcher or this process has called it for the same repository and
+    purpose, it reads only the cache.
 
     Args:
         name: Name of the repository, or a folder, for which the function is simply called.

@@ -355,7 +355,8 @@ class Recording:
     def _seed(self, number: int) -> int:
         """Return the seed of a tile.
 
-        torch uses 32 bits of a seed. This is a permutation, so that no two tiles of a model have the same seed.
+        torch uses 32 bits of a seed. This is a permutation, so that no two tiles of a model have the same
+        seed.
         """
         for key in self._keys:
             number = (number ^ key) * 0x9E3779B1 & 0xFFFFFFFF

@@ -50,9 +50,9 @@ class InitialWeights:
         """Return the weights of ``from_config``, as tensors that are computed when they are read.
 
         The weights depend only on the seed and the model, not on the world size or the strategy. Up to
-        ``largest`` bytes, they equal the weights of ``from_config`` after ``torch.manual_seed``. The tensors of
-        a larger model have the same distributions, and a slice can be computed without the rest of the tensor.
-        A model whose construction cannot be recorded is computed whole.
+        ``largest`` bytes, they equal the weights of ``from_config`` after ``torch.manual_seed``. The
+        tensors of a larger model have the same distributions, and a slice can be computed without the rest
+        of the tensor. A model whose construction cannot be recorded is computed whole.
 
         Args:
             seed: Seed of the random numbers.

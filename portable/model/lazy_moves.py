@@ -1,7 +1,7 @@
 """Lazy tensors that are computed from others by moving elements, such as stacked experts.
 
-:func:`trace_moves` runs a conversion once on the meta device and records its operations. Afterwards, any slice
-of a result can be read, and only the source elements that belong to the slice are read.
+:func:`trace_moves` runs a conversion once on the meta device and records its operations. Afterwards, any
+slice of a result can be read, and only the source elements that belong to the slice are read.
 """
 
 from __future__ import annotations

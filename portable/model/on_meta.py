@@ -23,9 +23,9 @@ _SMALLEST = 1 << 22
 def parameters_on_meta() -> Iterator[Recording]:
     """Within this context, move each parameter to the meta device when a module registers it.
 
-    A constructor creates each parameter before it is registered, and the stacked experts of one layer can take
-    up tens of gigabytes. Large tensors are therefore created without values, and the operations on them are
-    recorded, because a buffer may be one of them.
+    A constructor creates each parameter before it is registered, and the stacked experts of one layer can
+    take up tens of gigabytes. Large tensors are therefore created without values, and the operations on
+    them are recorded, because a buffer may be one of them.
 
     Yields:
         The recording, for :func:`compute_buffers`.

@@ -206,8 +206,8 @@ class _Group:
     def results(self) -> dict[str, ReadableTensor]:
         """Return the results of the conversion by name, as tensors that are read lazily.
 
-        If the conversion only moves elements, reading a slice of a result reads only these elements. Otherwise,
-        the whole group is read and converted.
+        If the conversion only moves elements, reading a slice of a result reads only these elements.
+        Otherwise, the whole group is read and converted.
         """
         for key, _, tensor in self._members:
             _refuse_packed(key, tensor)
