@@ -71,14 +71,14 @@ def blueprint(model_type: str, task: str) -> InitialWeights:
     return InitialWeights.of(built(chosen(task, config=tiny_config(model_type))))
 
 
-def drawn(ours: InitialWeights, **sizes: int) -> dict[str, torch.Tensor]:
+def draw_all(ours: InitialWeights, **sizes: int) -> dict[str, torch.Tensor]:
     """All weights by name."""
     weights = ours.initial_weights(3, **sizes)
     assert ours.not_recorded is None
     return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.items()}
 
 
-def some_index(shape: tuple[int, ...], draws: torch.Generator) -> tuple[slice, ...]:
+def draw_index(shape: tuple[int, ...], draws: torch.Generator) -> tuple[slice, ...]:
     """A random slice of each dimension, which may be empty."""
     bounds = [sorted(torch.randint(0, size + 1, (2,), generator=draws).tolist()) for size in shape]
     return tuple(slice(*pair) for pair in bounds)
@@ -113,16 +113,16 @@ def unlike(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
 def test_initial_weights_are_those_of_from_config(model_type: str, task: str) -> None:
     ours = blueprint(model_type, task)
     theirs = reference(ours.model)
-    at_once = drawn(ours)
+    at_once = draw_all(ours)
     assert at_once.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(at_once[name], theirs[name])] == []
-    in_slices = drawn(ours, largest=0, smallest=1)
+    in_slices = draw_all(ours, largest=0, smallest=1)
     assert in_slices.keys() == theirs.keys()
     differences = {name: unlike(in_slices[name], tensor) for name, tensor in theirs.items()}
     assert {name: how for name, how in differences.items() if how} == {}
     draws = torch.Generator().manual_seed(0)
     for name, weight in ours.initial_weights(3, largest=0, smallest=1).items():
-        index = some_index(weight.shape, draws)
+        index = draw_index(weight.shape, draws)
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), in_slices[name][index]), (name, index)
 
 
@@ -145,7 +145,7 @@ def test_a_rank_draws_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(computed) <= 1.02 * sum(p.numel() for p in model.parameters()) / ranks
 
 
-def orthogonal_and_views(model: PreTrainedModel) -> None:
+def initialize_by_views(model: PreTrainedModel) -> None:
     """Initialize by operations on whole tensors, views and copies."""
     first, second = model.model.layers
     torch.nn.init.orthogonal_(first.self_attn.q_proj.weight)
@@ -159,15 +159,15 @@ def orthogonal_and_views(model: PreTrainedModel) -> None:
             second.mlp.down_proj.weight.fill_(5)
 
 
-def with_numpy(model: PreTrainedModel) -> None:
+def fill_by_numpy(model: PreTrainedModel) -> None:
     if not model.lm_head.weight.is_meta:
         model.lm_head.weight.detach().numpy()[:] = 1
 
 
 def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
     settings = chosen(config={"model_type": "llama", **UNTIED})
-    ours = InitialWeights.of(built(settings), f"{__name__}:orthogonal_and_views")
-    weights = drawn(ours, largest=0, smallest=1)
+    ours = InitialWeights.of(built(settings), f"{__name__}:initialize_by_views")
+    weights = draw_all(ours, largest=0, smallest=1)
     first, second = "model.layers.0.", "model.layers.1."
     q, up = weights[f"{first}self_attn.q_proj.weight"], weights[f"{first}mlp.up_proj.weight"]
     torch.testing.assert_close(q @ q.T, torch.eye(32))
@@ -179,15 +179,15 @@ def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
     assert (weights[f"{second}mlp.down_proj.weight"] == 5).all()
     draws = torch.Generator().manual_seed(0)
     for name, weight in ours.initial_weights(3, largest=0, smallest=1).items():
-        index = some_index(weight.shape, draws)
+        index = draw_index(weight.shape, draws)
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), weights[name][index]), name
 
 
 def test_a_model_that_cannot_be_recorded_is_computed_whole() -> None:
     ours = InitialWeights.of(
-        built(chosen(config={"model_type": "llama", **UNTIED})), f"{__name__}:with_numpy"
+        built(chosen(config={"model_type": "llama", **UNTIED})), f"{__name__}:fill_by_numpy"
     )
-    whole = drawn(ours)
+    whole = draw_all(ours)
     assert (whole["lm_head.weight"] == 1).all()
     weights = ours.initial_weights(3, largest=0, smallest=1)
     assert ours.not_recorded is not None
@@ -277,7 +277,7 @@ def saved(folder: Path, model_type: str, task: str, config: dict[str, Any]) -> A
     return type(model).from_pretrained(folder, dtype=torch.float32)
 
 
-def saved_like(folder: Path, config: Any) -> Any:
+def save_random(folder: Path, config: Any) -> Any:
     """Save a model of random numbers; return it as transformers loads it."""
     import transformers
 
@@ -349,7 +349,7 @@ def test_a_rank_reads_only_its_share_of_a_mixture(
 ) -> None:
     """FSDP2 divides the experts; shards of ZeRO-3 begin in the middle of an expert."""
     config: Any = AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]})
-    theirs = state_tensors(saved_like(tmp_path, config))
+    theirs = state_tensors(save_random(tmp_path, config))
     model = built(chosen(name_or_path=str(tmp_path)))
     read_elements: list[int] = []
     floats = pretrained._read_floats
@@ -367,7 +367,7 @@ def test_a_rank_reads_only_its_share_of_a_mixture(
     for name, tensor in theirs.items():
         ours = weights.found[name]
         assert torch.equal(torch.from_numpy(ours.read().copy()), tensor), name
-        for index in (some_index(tuple(tensor.shape), draws), some_index(tuple(tensor.shape), draws)):
+        for index in (draw_index(tuple(tensor.shape), draws), draw_index(tuple(tensor.shape), draws)):
             read_elements.clear()
             assert torch.equal(torch.from_numpy(ours.read(index).copy()), tensor[index]), (name, index)
             assert sum(read_elements) <= tensor[index].numel()
