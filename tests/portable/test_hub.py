@@ -313,7 +313,7 @@ def test_one_rank_of_a_node_asks_the_hub(tmp_path: Path) -> None:
             [sys.executable, "-c", LOAD_ON_RANKS, *arguments],
             env={**os.environ, **settings, "HF_HOME": str(tmp_path / "cache")},
             check=True,
-            timeout=120,
+            timeout=300,
         )
     alone, together = ([request for request, _ in requests if name in request] for name in names)
     assert len(together) == len(alone) > 0, requests
