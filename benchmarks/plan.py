@@ -119,11 +119,10 @@ def measure(config: RunConfig, ranks: int) -> int:
         model = models.build_model(models.model_config(config.model), config.model)
         request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
         batch = fake_batch(model, request)
-        weights = list(InitialWeights.of(model).initial_weights(0))
+        weights = InitialWeights.of(model).initial_weights(0)
         with allocations() as recording:
             engine = module.prepare(model, config, machine, at_stop)
-            for tensors in weights:
-                engine.load_weights(tensors)
+            engine.load_weights(weights)
             valid = torch.tensor(BATCH * LENGTH)
             for _ in range(STEPS):
                 with recording.phase("step"):

@@ -196,10 +196,8 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
 
 def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
     """The weights that the run starts from; each rank initialises only its share."""
-    weights: dict[str, Tensor] = {}
-    blueprint = InitialWeights.of(prepared.model)
-    for part in blueprint.initial_weights(prepared.config.seed):
-        weights |= {name: to_torch(tensor.read()) for name, tensor in part.items()}
+    drawn = InitialWeights.of(prepared.model).initial_weights(prepared.config.seed)
+    weights = {name: to_torch(tensor.read()) for name, tensor in drawn.items()}
     for name, others in tied_names(prepared.model).items():
         weights |= dict.fromkeys(others, weights[name])
     return weights

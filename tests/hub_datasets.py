@@ -21,8 +21,15 @@ COMMIT = "c0ffee" * 6 + "c0de"
 
 
 @contextmanager
-def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str]]) -> Iterator[str]:
-    """Serve the dataset ``name``; yield the URL. ``requests`` gets paths and ranges."""
+def serving(
+    names: str | tuple[str, ...],
+    files: Mapping[str, bytes],
+    requests: list[tuple[str, str]],
+    *,
+    kind: str = "datasets",
+) -> Iterator[str]:
+    """Serve datasets or models of the same files; yield the URL. ``requests`` gets paths and ranges."""
+    root = "" if kind == "models" else f"/{kind}"
     oids = {path: hashlib.sha1(content).hexdigest() for path, content in files.items()}
 
     folders = {str(PurePosixPath(path).parent) for path in files} - {"."}
@@ -41,12 +48,13 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
             path = urllib.parse.unquote(self.path.partition("?")[0])
             path = path.replace("/resolve/main/", f"/resolve/{COMMIT}/")
             requests.append((f"{self.command} {path}", self.headers.get("Range") or ""))
-            api, files_at = f"/api/datasets/{name}", f"/datasets/{name}/resolve/{COMMIT}/"
-            if path in (api, f"{api}/revision/{COMMIT}"):
+            name = next((name for name in _as_tuple(names) if name in path), "")
+            api, files_at = f"/api/{kind}/{name}", f"{root}/{name}/resolve/{COMMIT}/"
+            if path in (api, f"{api}/revision/{COMMIT}", f"{api}/revision/main"):
                 siblings = [{"rfilename": one} for one in files]
                 self._json({"id": name, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings})
-            elif path.startswith(f"{api}/tree/{COMMIT}"):
-                folder = PurePosixPath(path.removeprefix(f"{api}/tree/{COMMIT}").strip("/"))
+            elif path.startswith((f"{api}/tree/{COMMIT}", f"{api}/tree/main")):
+                folder = PurePosixPath(path.removeprefix(f"{api}/tree/").partition("/")[2].strip("/"))
                 self._json([entry(one) for one in (*files, *folders) if PurePosixPath(one).parent == folder])
             elif path == f"{api}/paths-info/{COMMIT}":
                 asked = urllib.parse.parse_qs(body.decode())["paths"]
@@ -68,6 +76,10 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
 
     with answers.serving(Handler) as url:
         yield url
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 def main(name: str, cache: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.config.keys import plain
 from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
+from portable.hub_requests import ask_hub
 from portable.paths import CONFIG_FILE as RUN_CONFIG
 from portable.paths import FINAL, check_folder, open_file
 from portable.untrusted_settings import describe_download_error
@@ -273,7 +275,8 @@ def folder_of(name_or_path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=[CONFIG_FILE, *WEIGHTS_FILES]))
+        download = partial(snapshot_download, name_or_path, allow_patterns=[CONFIG_FILE, *WEIGHTS_FILES])
+        return Path(ask_hub(name_or_path, "adapter", download))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(f"adapter.name_or_path: {describe_download_error(name_or_path, error)}") from error
 

@@ -7,6 +7,7 @@ Each loss is a mean over pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -194,6 +195,7 @@ def _reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mappin
 
 def _frozen(name: str, device: torch.device) -> nn.Module:
     from portable.errors import UserError, one_line
+    from portable.hub_requests import ask_hub
     from portable.model.build import find_pretrained_class
     from portable.model.document_attention import check_direction
     from portable.untrusted_settings import convert_library_errors
@@ -201,7 +203,8 @@ def _frozen(name: str, device: torch.device) -> nn.Module:
     key = f"train.loss: reference {name}"
     try:
         with convert_library_errors("model.name_or_path"):
-            model: Any = find_pretrained_class(name).from_pretrained(name)
+            load = partial(find_pretrained_class(name).from_pretrained, name)
+            model: Any = ask_hub(name, "model", load)
     except UserError as error:
         raise UserError(f"{key}: {one_line(error).removeprefix('model.name_or_path: ')}") from error
     check_direction(model, key)

@@ -22,11 +22,12 @@ from converters.storage.path_or_url import suggest_path
 from portable import plugins
 from portable.config.derived import BY_TRAINING, classify_training
 from portable.errors import UserError, one_line, require
+from portable.hub_requests import ask_hub
 from portable.model.config_values import check_config_values, iter_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
 from portable.model.model_terms import adds_router_loss
-from portable.model.on_meta import large_tensors_on_meta
+from portable.model.on_meta import compute_buffers, parameters_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
@@ -112,11 +113,15 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
                 or "; give a model folder or a model name on the hub (organization/name)"
             )
         )
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
-    try:
+
+    def load() -> PretrainedConfig:
+        check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
         values, _ = PretrainedConfig.get_config_dict(name)
         check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", values)
-        config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+
+    try:
+        config = ask_hub(name, "config", load)
     except (UserError, MemoryError):
         raise
     except OSError as error:
@@ -493,11 +498,13 @@ def find_pretrained_class(name: str) -> Any:
 
     from portable.config.sections import ModelConfig
 
-    check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
+    def load() -> PretrainedConfig:
+        check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
+        with convert_library_errors("model.name_or_path"):
+            return AutoConfig.from_pretrained(name)
+
     settings = ModelConfig(name_or_path=name, config=None)
-    with convert_library_errors("model.name_or_path"):
-        config = AutoConfig.from_pretrained(name)
-    return _find_class(config, settings)
+    return _find_class(ask_hub(name, "config", load), settings)
 
 
 def _find_composite_class(config: PretrainedConfig) -> Any:
@@ -536,8 +543,6 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
 
 
 def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
-    from accelerate import init_empty_weights
-
     built_class = _find_class(config, settings)
     saved, config = config, copy.deepcopy(config)
     text = config.get_text_config()
@@ -547,7 +552,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
     if not given and isinstance(vocabulary, int) and isinstance(padding, int) and padding >= vocabulary:
         text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
-    with init_empty_weights(include_buffers=False), large_tensors_on_meta():
+    with parameters_on_meta() as recording:
         if hasattr(built_class, "from_config"):  # an Auto class
             model: PreTrainedModel = built_class.from_config(
                 config,
@@ -561,10 +566,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             )
         if settings.function is not None:
             model = changed(model, settings.function, saved)
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:  # created as a parameter, so its values are undefined
-                setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+    compute_buffers(model, recording)
     return model
 
 

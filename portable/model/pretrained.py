@@ -22,15 +22,17 @@ import converters
 from converters import CheckpointError, open_checkpoint
 from converters.storage.path_or_url import suggest_path
 from portable.errors import UserError, one_line
+from portable.hub_requests import ask_hub
 from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
+from portable.model.lazy_moves import LazyTensor, NotTraceableError, trace_moves
 from portable.model.parameters import embeddings, state_tensors, tied_names
-from portable.model.tensors import ComputedTensor, ReadableTensor, to_torch
+from portable.model.tensors import ComputedTensor, ReadableTensor, SlicedTensor, to_torch
 from portable.private import of_transformers
 from portable.untrusted_settings import convert_library_errors, describe_download_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from converters import Tensor as StoredTensor
     from portable.config.sections import ModelConfig
+    from portable.model.tensors import Index
 
 PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}
 _NAMES_SHOWN = 8
@@ -201,28 +204,42 @@ class _Group:
         return found.pop() if len(found) == 1 else "F32"
 
     def results(self) -> dict[str, ReadableTensor]:
-        """The results of the conversion by name. Shapes are computed on the meta device."""
+        """Return the results of the conversion by name, as tensors that are read lazily.
+
+        If the conversion only moves elements, reading a slice of a result reads only these elements.
+        Otherwise, the whole group is read and converted.
+        """
         for key, _, tensor in self._members:
             _refuse_packed(key, tensor)
-        shapes = self._converted(lambda tensor: torch.empty(tensor.shape, device="meta"))
-        return {
-            name: ComputedTensor(result.shape, partial(self.tensor, name), self.dtype)
-            for name, result in shapes.items()
-        }
+        sources = [LazyTensor(tensor.shape, partial(_read_floats, tensor)) for _, _, tensor in self._members]
+        try:
+            moved = trace_moves(self._convert, sources)
+        except NotTraceableError:
+            shapes = self._convert([torch.empty(source.shape, device="meta") for source in sources])
+            return {
+                name: ComputedTensor(result.shape, partial(self._compute, name), self.dtype)
+                for name, result in shapes.items()
+            }
+        return {name: SlicedTensor(result.shape, result.read, self.dtype) for name, result in moved.items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def _compute(self, name: str) -> torch.Tensor:
         if _Group._latest is None or _Group._latest[0] is not self:
             _Group._latest = None  # free its memory first
-            _Group._latest = (self, self._converted(lambda t: to_torch(t.read()).to(torch.float32)))
+            _Group._latest = (self, self._convert([_read_floats(tensor) for _, _, tensor in self._members]))
         return _Group._latest[1][name]
 
-    def _converted(self, read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _convert(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert the values of the members, given in the order of the members."""
         converter = copy.deepcopy(self._converter)
-        for key, pattern, tensor in self._members:
-            converter.add_tensor(self._name, key, pattern, lambda tensor=tensor: read(tensor))
+        for (key, pattern, _), tensor in zip(self._members, tensors, strict=True):
+            converter.add_tensor(self._name, key, pattern, lambda tensor=tensor: tensor)
         with torch.no_grad():
             results = converter.convert(self._name, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+
+def _read_floats(tensor: StoredTensor, index: Index | None = None) -> torch.Tensor:
+    return to_torch(tensor.read(index)).to(torch.float32)
 
 
 def _shortened(names: list[str]) -> str:
@@ -329,8 +346,13 @@ def layout_to_export(settings: ModelConfig) -> Checkpoint:
 def _config_of_base(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
+    name = str(settings.name_or_path)
+
+    def load() -> PretrainedConfig:
+        return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+
     with convert_library_errors("model.name_or_path"):
-        return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
+        return ask_hub(name, "config", load)
 
 
 def _dequantized(
@@ -384,13 +406,15 @@ def _load(
     settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
 ) -> tuple[Any, Mapping[str, Any]]:
     """Load a model like ``model`` into host memory; also return transformers' loading report."""
-    loaded, info = type(model).from_pretrained(
+    load = partial(
+        type(model).from_pretrained,
         settings.name_or_path,
         config=config,
         dtype=torch.float32,
         output_loading_info=True,
         trust_remote_code=settings.trust_remote_code,
     )
+    loaded, info = ask_hub(str(settings.name_or_path), "model", load)
     return loaded, info
 
 
@@ -426,6 +450,7 @@ def snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=[*_HUB_FILES]))
+        download = partial(snapshot_download, name_or_path, allow_patterns=[*_HUB_FILES])
+        return Path(ask_hub(name_or_path, "weights", download))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(f"{key}: {describe_download_error(name_or_path, error)}") from error

@@ -12,6 +12,7 @@ from torch import nn
 
 from portable.data.samples.base import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
+from portable.hub_requests import ask_hub
 from portable.private.of_transformers import generation_of_config, model_class
 from portable.untrusted_settings import convert_library_errors
 
@@ -185,11 +186,14 @@ def _pretrained_generation(settings: ModelConfig) -> Any:
         return None
     from transformers import GenerationConfig
 
-    with convert_library_errors("model.name_or_path"):
+    def load() -> Any:
         try:
             return GenerationConfig.from_pretrained(name)
         except OSError:  # no generation_config.json: read the generation settings of config.json
             return generation_of_config(name)
+
+    with convert_library_errors("model.name_or_path"):
+        return ask_hub(name, "generation config", load)
 
 
 def _replace_defaults(config: Any, given: dict[str, Any], tokenizer: Any) -> None:

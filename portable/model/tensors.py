@@ -52,6 +52,31 @@ class ComputedTensor:
         return to_numpy(tensor if index is None else tensor[index].contiguous())
 
 
+class SlicedTensor:
+    """A CPU tensor whose slices are computed when they are read.
+
+    Args:
+        shape: Shape of the whole tensor.
+        compute: Function that returns the elements in an index, which has unit steps and all dimensions.
+        dtype: Type in the files, if computing only moves elements of files.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], compute: Callable[[Index], torch.Tensor], dtype: str | None = None
+    ) -> None:
+        self.shape, self._compute, self.dtype = tuple(shape), compute, dtype
+
+    def read(self, index: Index | None = None) -> NDArray[Any]:
+        """See :class:`ReadableTensor`."""
+        index = tuple(
+            slice(*part.indices(size)[:2])
+            for part, size in zip(index or [slice(None)] * len(self.shape), self.shape, strict=True)
+        )
+        if any(part.stop <= part.start for part in index):
+            return to_numpy(torch.zeros([max(part.stop - part.start, 0) for part in index]))
+        return to_numpy(self._compute(index).contiguous())
+
+
 @torch.no_grad()
 def fill(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
     """Copy ``source[index]``, or all of ``source``, into ``target``, which has the same shape.

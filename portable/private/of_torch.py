@@ -73,6 +73,30 @@ def root_and_replay(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] 
     return root, replay
 
 
+@contextmanager
+@_torch.needed_for("model.init: scratch")
+def truncated_normals_by(draw: Callable[..., Tensor]) -> Iterator[None]:
+    """Within this context, let ``draw(function, tensor, mean, std, a, b, generator)`` do ``trunc_normal_``.
+
+    Args:
+        draw: Function that replaces torch's, which is its first argument.
+    """
+    module: Any = torch.nn.init
+    name = "_no_grad_trunc_normal_"
+    function = getattr(module, name)
+
+    def replacement(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return draw(function, tensor, mean, std, a, b, generator)
+
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, function)
+
+
 fake_tensors = _torch.function("torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan")
 """A context in which tensors have shapes and no values."""
 is_fake = _torch.function("torch._subclasses.fake_tensor:is_fake", "portable-plan")

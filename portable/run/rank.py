@@ -14,6 +14,7 @@ from converters.console import say
 from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
+from portable.hub_requests import get_revisions
 from portable.output.output_dir import open_output
 from portable.paths import path_inside, write_durably
 from portable.ranks import launch
@@ -154,6 +155,7 @@ def _agree(prepared: Prepared, output: Output) -> None:
         "the code of your own": digests(prepared.config),
         "the text of data.eval (its fingerprints)": dict(prepared.data.eval_fingerprints),
     }
+    facts |= {f"the commit of the {name} on the hub": commit for name, commit in get_revisions().items()}
     agree(prepared.backend, settings_and_versions(prepared.resolved.config) | facts)
 
 

@@ -350,9 +350,17 @@ def _initialize(
     def load_weights(weights: Mapping[str, ReadableTensor]) -> None:
         engine.load_weights(weights if adapter is None else adapter.of_base(weights))
 
+    def draw_weights() -> Mapping[str, ReadableTensor]:
+        weights = blueprint.initial_weights(config.seed)
+        if blueprint.not_recorded is not None and prepared.backend.rank == 0:
+            tell(
+                "note: every rank computes the initial weights of the whole model, because its construction "
+                f"cannot be recorded ({blueprint.not_recorded})"
+            )
+        return weights
+
     if pretrained is None:
-        for weights in blueprint.initial_weights(config.seed):
-            load_weights(weights)
+        load_weights(draw_weights())
         return
     if adapter is not None:
         adapter.check_base(pretrained.missing)
@@ -363,10 +371,6 @@ def _initialize(
             tell(note)
     if pretrained.missing:
         # A new head, for example: initialize what the checkpoint lacks, then load the rest.
-        left = set(pretrained.missing)
-        for weights in blueprint.initial_weights(config.seed):
-            load_weights({n: w for n, w in weights.items() if n in left})
-            left -= weights.keys()
-            if not left:
-                break
+        missing = set(pretrained.missing)
+        load_weights({name: weight for name, weight in draw_weights().items() if name in missing})
     load_weights(pretrained.found)

@@ -40,9 +40,8 @@ def built(task: str, config: dict[str, Any], chunk: int | str) -> tuple[nn.Modul
     blueprint = InitialWeights.of(model)
     head = chunked_head(model, run.memory.loss_chunk_tokens)
     materialize(model, torch.device("cpu"))
-    for weights in blueprint.initial_weights(0):
-        for name, value in weights.items():
-            model.get_parameter(name).data.copy_(torch.from_numpy(value.read()))
+    for name, value in blueprint.initial_weights(0).items():
+        model.get_parameter(name).data.copy_(torch.from_numpy(value.read()))
     return model.eval(), head
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,8 @@ import pytest
 import yaml
 from huggingface_hub.utils import get_session
 from safetensors.numpy import load, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from portable import Run
 from portable.config import load_config
@@ -22,6 +27,7 @@ from portable.output.export import MARKER
 from portable.output.hub import Hub
 from portable.reporting.card import CARD
 from portable.run.rank import run_rank
+from tests import hub_datasets
 from tests.composite import build_composite
 from tests.exports import write_source
 from tests.hub_server import DROP, LOST, TOKEN, FakeHub, Repository, serving
@@ -265,3 +271,49 @@ def test_what_cannot_be_uploaded_is_refused(
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists() and hub.repositories.keys() == before
     assert state.keys().isdisjoint({"token", "offline"}) or not hub.requests
+
+
+LOAD_ON_RANKS = """
+import os, sys
+
+from portable.config import load_config
+from portable.data.tokens.tokenizer import load_tokenizer
+from portable.hub_requests import get_revisions
+from portable.model.build import build_model, model_config
+from portable.model.pretrained import pretrained_weights
+
+for name, ranks in (("lab/alone", 1), ("lab/together", 3)):
+    children = []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
+            model = build_model(model_config(settings), settings)
+            load_tokenizer(name)
+            assert len(pretrained_weights(settings, model).found) == int(sys.argv[1])
+            assert get_revisions() == {f"model {name}": sys.argv[2]}
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * ranks
+"""
+
+
+def test_one_rank_of_a_node_asks_the_hub(tmp_path: Path) -> None:
+    """Three ranks send the requests of one."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    requests: list[tuple[str, str]] = []
+    names = ("lab/alone", "lab/together")
+    with hub_datasets.serving(names, files, requests, kind="models") as url:
+        settings = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        arguments = [str(len(load(files["model.safetensors"]))), hub_datasets.COMMIT]
+        subprocess.run(
+            [sys.executable, "-c", LOAD_ON_RANKS, *arguments],
+            env={**os.environ, **settings, "HF_HOME": str(tmp_path / "cache")},
+            check=True,
+            timeout=300,
+        )
+    alone, together = ([request for request, _ in requests if name in request] for name in names)
+    assert len(together) == len(alone) > 0, requests

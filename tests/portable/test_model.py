@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
+from portable.model import pretrained
+from portable.model.deferred_init import Recording
 from portable.model.initialize import InitialWeights
 from portable.model.parameters import state_tensors
 from portable.model.pretrained import PretrainedWeights, pretrained_weights
@@ -69,13 +71,17 @@ def blueprint(model_type: str, task: str) -> InitialWeights:
     return InitialWeights.of(built(chosen(task, config=tiny_config(model_type))))
 
 
-def drawn(ours: InitialWeights, **parts: int) -> dict[str, torch.Tensor]:
-    """All weights by name; no part repeats one of another's."""
-    weights: dict[str, torch.Tensor] = {}
-    for part in ours.initial_weights(3, **parts):
-        assert not weights.keys() & part.keys()
-        weights.update({name: torch.from_numpy(weight.read()) for name, weight in part.items()})
-    return weights
+def draw_all(ours: InitialWeights, **sizes: int) -> dict[str, torch.Tensor]:
+    """All weights by name."""
+    weights = ours.initial_weights(3, **sizes)
+    assert ours.not_recorded is None
+    return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.items()}
+
+
+def draw_index(shape: tuple[int, ...], draws: torch.Generator) -> tuple[slice, ...]:
+    """A random slice of each dimension, which may be empty."""
+    bounds = [sorted(torch.randint(0, size + 1, (2,), generator=draws).tolist()) for size in shape]
+    return tuple(slice(*pair) for pair in bounds)
 
 
 def reference(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -107,13 +113,96 @@ def unlike(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
 def test_initial_weights_are_those_of_from_config(model_type: str, task: str) -> None:
     ours = blueprint(model_type, task)
     theirs = reference(ours.model)
-    at_once = drawn(ours)
+    at_once = draw_all(ours)
     assert at_once.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(at_once[name], theirs[name])] == []
-    by_layers = drawn(ours, part_bytes=1)
-    assert by_layers.keys() == theirs.keys()
-    differences = {name: unlike(by_layers[name], tensor) for name, tensor in theirs.items()}
+    in_slices = draw_all(ours, largest=0, smallest=1)
+    assert in_slices.keys() == theirs.keys()
+    differences = {name: unlike(in_slices[name], tensor) for name, tensor in theirs.items()}
     assert {name: how for name, how in differences.items() if how} == {}
+    draws = torch.Generator().manual_seed(0)
+    for name, weight in ours.initial_weights(3, largest=0, smallest=1).items():
+        index = draw_index(weight.shape, draws)
+        assert torch.equal(torch.from_numpy(weight.read(index).copy()), in_slices[name][index]), (name, index)
+
+
+def test_a_rank_draws_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096}
+    model = built(chosen(config={"model_type": "llama", **SMALL, **sizes}))
+    computed = []
+    fill = Recording._fill_tile
+    monkeypatch.setattr(
+        Recording,
+        "_fill_tile",
+        lambda self, tile, *rest: computed.append(tile.numel()) or fill(self, tile, *rest),
+    )
+    weights = InitialWeights.of(model).initial_weights(3, largest=0)
+    for ranks in (1, 4, 64):
+        computed.clear()
+        for weight in weights.values():
+            rows = slice(0, -(-weight.shape[0] // ranks))
+            weight.read((rows, *(slice(0, size) for size in weight.shape[1:])))
+        assert sum(computed) <= 1.02 * sum(p.numel() for p in model.parameters()) / ranks
+
+
+def initialize_by_views(model: PreTrainedModel) -> None:
+    """Initialize by operations on whole tensors, views and copies."""
+    first, second = model.model.layers
+    torch.nn.init.orthogonal_(first.self_attn.q_proj.weight)
+    torch.nn.init.sparse_(first.mlp.down_proj.weight, 0.5)
+    with torch.no_grad():
+        first.mlp.up_proj.weight[:, ::2] = 7.0
+        first.mlp.up_proj.weight[3] *= 2
+        second.mlp.up_proj.weight.copy_(first.mlp.up_proj.weight.clone() + 1)
+        second.mlp.gate_proj.weight.data = first.mlp.down_proj.weight.new_full((32, 48), 3.0).T
+        if float(second.mlp.down_proj.weight.abs().max()) > 0:  # depends on values
+            second.mlp.down_proj.weight.fill_(5)
+
+
+def fill_by_numpy(model: PreTrainedModel) -> None:
+    if not model.lm_head.weight.is_meta:
+        model.lm_head.weight.detach().numpy()[:] = 1
+
+
+def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
+    settings = chosen(config={"model_type": "llama", **UNTIED})
+    ours = InitialWeights.of(built(settings), f"{__name__}:initialize_by_views")
+    weights = draw_all(ours, largest=0, smallest=1)
+    first, second = "model.layers.0.", "model.layers.1."
+    q, up = weights[f"{first}self_attn.q_proj.weight"], weights[f"{first}mlp.up_proj.weight"]
+    torch.testing.assert_close(q @ q.T, torch.eye(32))
+    assert 0.4 < (weights[f"{first}mlp.down_proj.weight"] == 0).double().mean() < 0.6
+    even, odd = up[:, ::2], up[:, 1::2]
+    assert (even[3] == 14).all() and (even[4:] == 7).all() and 0 < odd.std() < 0.1
+    assert torch.equal(weights[f"{second}mlp.up_proj.weight"], up + 1)
+    assert (weights[f"{second}mlp.gate_proj.weight"] == 3).all()
+    assert (weights[f"{second}mlp.down_proj.weight"] == 5).all()
+    draws = torch.Generator().manual_seed(0)
+    for name, weight in ours.initial_weights(3, largest=0, smallest=1).items():
+        index = draw_index(weight.shape, draws)
+        assert torch.equal(torch.from_numpy(weight.read(index).copy()), weights[name][index]), name
+
+
+def test_a_model_that_cannot_be_recorded_is_computed_whole() -> None:
+    ours = InitialWeights.of(
+        built(chosen(config={"model_type": "llama", **UNTIED})), f"{__name__}:fill_by_numpy"
+    )
+    whole = draw_all(ours)
+    assert (whole["lm_head.weight"] == 1).all()
+    weights = ours.initial_weights(3, largest=0, smallest=1)
+    assert ours.not_recorded is not None
+    assert all(torch.equal(whole[name], torch.from_numpy(w.read())) for name, w in weights.items())
+
+
+def test_large_buffers_have_values() -> None:
+    """GPT-Neo's masks have an element for each pair of positions."""
+    sizes = {"max_position_embeddings": 2100, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    config = {**sizes, "vocab_size": 96, "attention_types": [[["global", "local"], 1]]}
+    model = built(chosen(config={"model_type": "gpt_neo", **config}))
+    theirs = dict(type(model)._from_config(model.config).named_buffers())
+    ours = dict(model.named_buffers())
+    assert ours.keys() == theirs.keys() and max(b.numel() for b in ours.values()) > 1 << 22
+    assert all(torch.equal(ours[name], buffer) for name, buffer in theirs.items())
 
 
 # -- configs -----------------------------------------------------------------------------------------------
@@ -188,6 +277,25 @@ def saved(folder: Path, model_type: str, task: str, config: dict[str, Any]) -> A
     return type(model).from_pretrained(folder, dtype=torch.float32)
 
 
+def save_random(folder: Path, config: Any) -> Any:
+    """Save a model of random numbers; return it as transformers loads it."""
+    import transformers
+
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if "vl" in config.model_type
+        else transformers.AutoModelForCausalLM
+    )
+    model: Any = auto.from_config(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for tensor in state_tensors(model).values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float32)
+
+
 def read(weights: PretrainedWeights) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.found.items()}
 
@@ -220,6 +328,51 @@ def test_weights_are_those_of_from_pretrained(
         name = "model.layers.1.mlp.experts.gate_up_proj"
         part = weights.found[name].read((slice(1, 3), slice(5, 9), slice(0, 32)))
         assert torch.equal(torch.from_numpy(part), theirs[name][1:3, 5:9])
+
+
+ALL_MIXED: dict[str, Any] = {"first_k_dense_replace": 0, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "qwen3_vl_moe": {},
+    "jamba": {},
+    "lfm2_moe": {},
+    "deepseek_v3": ALL_MIXED,
+    "glm4_moe": ALL_MIXED,
+}
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_a_rank_reads_only_its_share_of_a_mixture(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 divides the experts; shards of ZeRO-3 begin in the middle of an expert."""
+    config: Any = AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]})
+    theirs = state_tensors(save_random(tmp_path, config))
+    model = built(chosen(name_or_path=str(tmp_path)))
+    read_elements: list[int] = []
+    floats = pretrained._read_floats
+
+    def count(*arguments: Any) -> torch.Tensor:
+        values = floats(*arguments)
+        read_elements.append(values.numel())
+        return values
+
+    monkeypatch.setattr(pretrained, "_read_floats", count)
+    weights = pretrained_weights(chosen(name_or_path=str(tmp_path)), model)
+    assert weights.missing == [] and weights.found.keys() == theirs.keys()
+    draws = torch.Generator().manual_seed(0)
+    stacked = 0
+    for name, tensor in theirs.items():
+        ours = weights.found[name]
+        assert torch.equal(torch.from_numpy(ours.read().copy()), tensor), name
+        for index in (draw_index(tuple(tensor.shape), draws), draw_index(tuple(tensor.shape), draws)):
+            read_elements.clear()
+            assert torch.equal(torch.from_numpy(ours.read(index).copy()), tensor[index]), (name, index)
+            assert sum(read_elements) <= tensor[index].numel()
+            stacked += bool(read_elements) and tensor.dim() == 3
+    assert stacked or model_type in ("gpt_oss",)  # whose files contain stacked experts
 
 
 def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:

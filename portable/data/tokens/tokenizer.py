@@ -21,6 +21,7 @@ from converters.similar_names import find_similar
 from portable.data.sources.documents import digest_of, listed
 from portable.data.tokens.bounded_tokenizer import convert_tokenizer_errors, decode, encode, encode_targets
 from portable.errors import UserError, one_line
+from portable.hub_requests import ask_hub
 from portable.temporary_folder import made_once, scratch_folder
 from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_settings
 
@@ -68,17 +69,23 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    check_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
     languages = {"src_lang": source_language, "tgt_lang": target_language}
     languages = {key: code for key, code in languages.items() if code is not None}
-    try:
+
+    def load() -> Any:
+        check_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
         # Without trust_remote_code, transformers asks on stdin.
-        loaded = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
         )
+
+    try:
+        loaded = load() if offline else ask_hub(name_or_path, "tokenizer", load)
         if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of two, such as that of RAG
             raise TypeError(f"{type(loaded).__name__} does not encode texts")
         return loaded
+    except UserError:
+        raise
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise UserError(

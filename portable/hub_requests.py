@@ -1,0 +1,177 @@
+"""Requests to the Hugging Face hub, which one rank of each node sends for all of them.
+
+With all files cached, loading a model still sends several requests, and the hub limits the requests of an
+address. The first rank of a node therefore asks as usual. The other ranks wait for it, and then read its
+cache without requests. This needs no process group, because a run asks the hub before the process group
+exists.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import time
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from portable.temporary_folder import lasting_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_PREFIX = "portable-hub-"
+_RECENT = 900.0
+"""Seconds for which an answer counts. Ranks that the same shell starts later should see new commits."""
+T = TypeVar("T")
+_revisions: dict[str, str] = {}
+_is_asking = False
+"""Whether this process holds the lock."""
+
+
+def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "model") -> T:
+    """Call a function that reads a repository of the hub, or a local folder.
+
+    If another rank of the node, the launcher or this process has called it for the same repository and
+    purpose, it reads only the cache.
+
+    Args:
+        name: Name of the repository, or a folder, for which the function is simply called.
+        purpose: Description of what is read. All files for one purpose are cached after the first call.
+        ask: The function. It is called again with requests if a file is not in the cache.
+        repo_type: "model" or "dataset".
+
+    Returns:
+        The result of the function.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or _is_path(name) or _is_asking:
+        return ask()
+    answered = _folder() / hashlib.sha256(f"{repo_type}/{name}/{purpose}".encode()).hexdigest()
+    try:
+        with (_folder() / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+            if not _is_recent(answered):
+                with _asking():
+                    result = ask()
+                answered.touch()
+                return result
+        with _offline():
+            return ask()
+    except Exception:
+        if not _is_recent(answered):
+            raise
+    finally:
+        _revisions[f"{repo_type} {name}"] = _read_revision(name, repo_type)
+    return ask()  # a file is not in the cache
+
+
+def get_revisions() -> dict[str, str]:
+    """Return the commit of each repository that this process has read."""
+    return {name: revision for name, revision in _revisions.items() if revision}
+
+
+def _is_recent(answered: Path) -> bool:
+    try:
+        return time.time() - answered.stat().st_mtime < _RECENT
+    except FileNotFoundError:
+        return False
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    except (OSError, ValueError):  # not a possible path
+        return False
+
+
+def _read_revision(name: str, repo_type: str) -> str:
+    """Return the commit in the cache that the branch ``main`` refers to, or an empty string."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=repo_type)
+    try:
+        return (folder / "refs" / "main").read_text("ascii").strip()[:64]
+    except (OSError, ValueError):
+        return ""
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    global _is_asking
+    _is_asking = True
+    try:
+        yield
+    finally:
+        _is_asking = False
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Within this context, let the libraries of the hub use only their caches."""
+    from huggingface_hub import constants
+
+    modules = [constants, *(sys.modules[name] for name in ("datasets.config",) if name in sys.modules)]
+    before = [getattr(module, "HF_HUB_OFFLINE", False) for module in modules]
+    for module in modules:
+        vars(module)["HF_HUB_OFFLINE"] = True
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            vars(module)["HF_HUB_OFFLINE"] = value
+
+
+def _folder() -> Path:
+    """Return the folder of this launch on this node."""
+    is_rank = "LOCAL_RANK" in os.environ
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return _create_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
+
+
+@cache
+def _create_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
+    """Create the folder of a launch, and remove the folders of launches that have ended.
+
+    Args:
+        launcher: Process id of the launcher, which is the parent of all ranks of a node.
+        attempt: Number of the launcher's attempt to run the ranks.
+        is_rank: Whether this process is a rank.
+    """
+    launch = hashlib.sha256(f"{_start_time(launcher)} {attempt}".encode()).hexdigest()[:16]
+    for other in lasting_folder().glob(f"{_PREFIX}*"):
+        with suppress(OSError, ValueError):
+            if other.lstat().st_uid == os.getuid() and not _is_alive(int(other.name.split("-")[2])):
+                shutil.rmtree(other, ignore_errors=True)
+    folder = lasting_folder() / f"{_PREFIX}{launcher}-{launch}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder}: belongs to another user; remove it, or set TMPDIR")
+    if not is_rank:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _start_time(pid: int) -> str:
+    """Return the start time of a process, because ids of processes are used again; empty if it is unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,525 @@
+"""Initial weights whose slices are computed when they are read.
+
+While a model is built, :class:`Recording` creates large tensors without values (torch's fake tensors) and
+records the operations that give them values: constructors, ``_init_weights`` and custom code run unchanged.
+Afterwards, each rank computes the elements of its shards. An element depends only on the seed and its
+position, because every tensor is divided into fixed tiles, and the random numbers of each tile have a seed of
+their own.
+
+Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole,
+one tensor at a time, whenever a slice of their result is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.model.tensors import ComputedTensor, SlicedTensor
+from portable.private import of_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from portable.model.tensors import Index, ReadableTensor
+
+SMALLEST_RECORDED = 1 << 14
+"""Elements of the smallest tensor that is recorded. Smaller tensors are computed at once."""
+_TILE = 1 << 12
+"""Elements of the largest tile. A tile is a part of a row, or consists of several rows."""
+
+
+class RecordingError(Exception):
+    """A model is built by an operation that cannot be recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """An operation that changes the elements ``start`` to ``stop`` of a storage.
+
+    Attributes:
+        previous: The write before it, or None if all elements were zero or are overwritten.
+        start: First element.
+        stop: End of the elements.
+        operation: Operation of torch.
+        arguments: Its arguments, with references in place of recorded tensors.
+        keywords: Its keyword arguments, likewise.
+        kind: "elementwise", "in place" (elementwise, and its first argument is the target), "random" (in
+            place, with a generator) or "whole".
+        number: Number of the first tile, from which the seeds of random numbers are derived.
+        result: Index of the output of a "whole" operation, or -1 - i if it changes its i-th tensor argument.
+        shape, stride: Layout of this output in the storage.
+        size: Number of elements of the storage.
+    """
+
+    previous: _Write | None
+    start: int
+    stop: int
+    operation: Any
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] | None = None
+    kind: str = "in place"
+    number: int = 0
+    result: int = 0
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    size: int = 0
+
+
+@dataclass(eq=False)
+class _Storage:
+    """The recorded values of the storage of a fake tensor.
+
+    Attributes:
+        storage: The storage of torch. The reference keeps its id in use.
+        columns: Size of the last dimension of the tensor that the storage was created for.
+        size: Number of elements.
+        dtype: Type of the elements.
+        last: The last write, or None if all elements are zero.
+    """
+
+    storage: Any
+    columns: int
+    size: int
+    dtype: torch.dtype
+    last: _Write | None = None
+
+    def iter_tiles(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield number, start and stop of each tile with any of the elements ``start`` to ``stop``."""
+        while start < stop:
+            if self.columns >= _TILE:
+                per_row = -(-self.columns // _TILE)
+                row, column = divmod(start, self.columns)
+                index = column // _TILE
+                first = row * self.columns + index * _TILE
+                last = min(first + _TILE, (row + 1) * self.columns)
+                yield row * per_row + index, first, last
+            else:
+                length = _TILE // self.columns * self.columns
+                number = start // length
+                first, last = number * length, min((number + 1) * length, self.size)
+                yield number, first, last
+            start = last
+
+    def count_tiles(self) -> int:
+        if self.columns >= _TILE:
+            return self.size // self.columns * -(-self.columns // _TILE)
+        return -(-self.size // (_TILE // self.columns * self.columns))
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A recorded tensor as an argument, with the values at the time of the call."""
+
+    storage: _Storage
+    last: _Write | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Recording:
+    """The operations by which a model's large tensors get their values.
+
+    Args:
+        seed: Seed of the random numbers.
+        smallest: Elements of the smallest tensor that is recorded.
+    """
+
+    def __init__(self, seed: int, *, smallest: int = SMALLEST_RECORDED) -> None:
+        self._smallest = smallest
+        digest = hashlib.sha256(str(seed).encode()).digest()
+        self._keys = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 12, 4)]
+        self._storages: dict[int, _Storage] = {}
+        self._tiles = 0
+        self._generator = torch.Generator()
+
+    @cached_property
+    def _fake_tensors(self) -> Any:
+        """The mode in which operations compute only shapes; importing it takes a second."""
+        return of_torch.fake_tensors(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within this context, create large tensors without values and record the operations on them."""
+        with of_torch.truncated_normals_by(self._truncate), of_torch.every_operation(self._run):
+            yield
+
+    def is_recorded(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has recorded operations in place of values."""
+        return self._find(tensor) is not None
+
+    def read_later(self, tensor: Tensor) -> ReadableTensor:
+        """Return the values that a tensor has at the end of the recording."""
+        storage = self._find(tensor)
+        if storage is None:
+            if tensor.is_meta:
+                raise RecordingError("a tensor was created on the meta device")
+            return ComputedTensor.of(tensor)
+        view = self._view(tensor, storage)
+        return SlicedTensor(tensor.shape, partial(self._read, view))
+
+    # -- recording ---------------------------------------------------------------------------------------
+
+    def _find(self, tensor: Tensor) -> _Storage | None:
+        if not self._storages or not of_torch.is_fake(tensor):
+            return None
+        return self._storages.get(of_torch.storage_id(tensor.untyped_storage()))
+
+    def _view(self, tensor: Tensor, storage: _Storage) -> _View:
+        if tensor.dtype != storage.dtype:
+            raise RecordingError("a view of another type")
+        return _View(
+            storage, storage.last, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def _add_storage(self, tensor: Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() // tensor.element_size()
+        plain = tensor.is_contiguous() and tensor.dim() > 1 and size == tensor.numel() > 0
+        added = _Storage(storage, tensor.shape[-1] if plain else max(size, 1), size, tensor.dtype)
+        self._storages[of_torch.storage_id(storage)] = added
+        return added
+
+    def _run(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        leaves, _ = of_torch.tree_flatten((arguments, keywords))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        name = of_torch.schema(operation).name.removeprefix("aten::")
+        recorded = [tensor for tensor in tensors if self._find(tensor) is not None]
+        if not recorded:
+            if tensors or name not in _FACTORIES or not self._is_large(arguments, keywords):
+                return operation(*arguments, **keywords)
+            with self._fake_tensors:
+                result = operation(*arguments, **keywords)
+            self._create(name, result, arguments[1:2])
+            return result
+        if "out" in keywords:
+            raise RecordingError(f"{operation} with the argument out")
+        written = [tensors[i] for i in _find_written(operation, arguments, tensors)]
+        if (
+            _READ_VALUES & {*operation.tags}
+            or keywords.get("generator") is not None
+            or any(self._find(tensor) is None for tensor in written)
+        ):
+            return self._run_now(operation, arguments, keywords, written)
+        with self._fake_tensors:
+            results = operation(*arguments, **keywords)
+        if torch.Tag.inplace_view in operation.tags:
+            return results
+        outputs = [leaf for leaf in of_torch.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        fresh = [output for output in outputs if self._find(output) is None]
+        if written or fresh:
+            self._record(name, operation, arguments, keywords, tensors, written, fresh)
+        return results
+
+    def _is_large(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        size, device = arguments[0] if arguments else (), keywords.get("device")
+        on_host = device is None or torch.device(device).type == "cpu"
+        return on_host and keywords.get("generator") is None and math.prod(size) >= self._smallest
+
+    def _create(self, name: str, tensor: Tensor, fill: tuple[Any, ...]) -> None:
+        """Record a tensor that a factory function has created. ``fill`` contains the value for ``full``."""
+        storage = self._add_storage(tensor)
+        aten = torch.ops.aten
+        fills: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+            "ones": (aten.fill_.Scalar, (1,), "in place"),
+            "full": (aten.fill_.Scalar, fill, "in place"),
+            "rand": (aten.uniform_.default, (), "random"),
+            "randn": (aten.normal_.default, (), "random"),
+        }
+        if name in fills:
+            operation, values, kind = fills[name]
+            self._write(storage, 0, storage.size, operation, (None, *values), {}, kind)
+
+    def _write(
+        self,
+        storage: _Storage,
+        start: int,
+        stop: int,
+        operation: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        kind: str,
+        result: int = 0,
+        layout: tuple[Any, ...] = ((), ()),
+    ) -> None:
+        """Append a write to the writes of a storage."""
+        overwrites = kind != "in place" or operation in _OVERWRITES
+        previous = None if overwrites and stop - start == storage.size else storage.last
+        storage.last = _Write(
+            previous,
+            start,
+            stop,
+            operation,
+            arguments,
+            keywords,
+            kind,
+            self._tiles,
+            result,
+            *layout,
+            storage.size,
+        )
+        if kind in ("random", "whole"):
+            self._tiles += storage.count_tiles()
+
+    def _record(
+        self,
+        name: str,
+        operation: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        tensors: list[Tensor],
+        written: list[Tensor],
+        fresh: list[Tensor],
+    ) -> None:
+        family = name.removeprefix("new_").removesuffix("_like")
+        if family != name and family in _FACTORIES:
+            self._create(family, fresh[0], arguments[2:3] if name.startswith("new_") else arguments[1:2])
+            return
+        targets = [*written, *fresh]
+        target = targets[0]
+        is_in_place = bool(written) and target is tensors[0]
+        values = tensors[1:] if is_in_place else tensors
+        is_plain = len(targets) == 1 and target.is_contiguous() and (is_in_place or not written)
+        matches = all(
+            (value.numel() == 1 and self._find(value) is None)
+            or (value.shape == target.shape and value.is_contiguous())
+            for value in values
+        )
+        kind = "whole"
+        if is_plain and matches and (torch.Tag.pointwise in operation.tags or name in _ELEMENTWISE):
+            kind = "in place" if is_in_place else "elementwise"
+        elif is_plain and is_in_place and not values and torch.Tag.nondeterministic_seeded in operation.tags:
+            kind = "random"
+        views = _replace_tensors((arguments, keywords), self._refer)
+        if kind == "whole":
+            for output in fresh:
+                self._add_storage(output)
+            positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+            for index, changed in enumerate(targets):
+                storage = self._find(changed)
+                assert storage is not None
+                result = index if not written else -1 - positions[id(changed)]
+                layout = (tuple(changed.shape), changed.stride())
+                self._write(storage, 0, storage.size, operation, *views, kind, result, layout)
+            return
+        storage = self._find(target) or self._add_storage(target)
+        start = int(target.storage_offset())
+        self._write(storage, start, start + target.numel(), operation, *views, kind)
+
+    def _truncate(self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any) -> Tensor:
+        """Record a truncated normal distribution, which torch draws by rejection, for each tile."""
+        storage = self._find(tensor)
+        *settings, generator = arguments
+        if storage is None or generator is not None or not tensor.is_contiguous():
+            return function(tensor, *arguments)
+        start = int(tensor.storage_offset())
+
+        def draw(target: Tensor, *, generator: torch.Generator) -> None:
+            function(target, *settings, generator)
+
+        self._write(storage, start, start + tensor.numel(), draw, (), {}, "random")
+        return tensor
+
+    def _refer(self, tensor: Tensor) -> Any:
+        """Return a reference to a recorded tensor, or a copy of another one."""
+        storage = self._find(tensor)
+        return tensor.detach().clone() if storage is None else self._view(tensor, storage)
+
+    def _run_now(
+        self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
+    ) -> Any:
+        """Compute the arguments and run an operation that depends on values or on another generator."""
+        storages = [self._find(tensor) for tensor in written]
+        if any(storage is not None for storage in storages):
+            raise RecordingError(f"{operation} changes a large tensor by values or by another generator")
+
+        def compute(tensor: Tensor) -> Tensor:
+            storage = self._find(tensor)
+            return tensor if storage is None else self._compute_view(self._view(tensor, storage), {})
+
+        real_arguments, real_keywords = _replace_tensors((arguments, keywords), compute)
+        return operation(*real_arguments, **real_keywords)
+
+    # -- computing ---------------------------------------------------------------------------------------
+
+    def _seed(self, number: int) -> int:
+        """Return the seed of a tile.
+
+        torch uses 32 bits of a seed. This is a permutation, so that no two tiles of a model have the same
+        seed.
+        """
+        for key in self._keys:
+            number = (number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
+            number ^= number >> 15
+        return number
+
+    def _read(self, view: _View, index: Index) -> Tensor:
+        """Compute a slice of a tensor."""
+        cache: dict[Any, Any] = {}
+        shape = view.shape
+        if view.stride != torch.empty(shape, device="meta").stride():
+            return self._compute_view(view, cache)[index]
+        # Find contiguous runs: from the first dimension after which all dimensions are read whole.
+        dim = len(shape)
+        while dim > 0 and index[dim - 1] == slice(0, shape[dim - 1]):
+            dim -= 1
+        dim = max(dim - 1, 0)
+        row = math.prod(shape[dim + 1 :])
+        runs = []
+        for outer in product(*(range(part.start, part.stop) for part in index[:dim])):
+            position = 0
+            for value, size in zip(outer, shape[:dim], strict=True):
+                position = position * size + value
+            position = view.offset + position * math.prod(shape[dim:])
+            first, last = (index[dim].start * row, index[dim].stop * row) if shape else (0, 1)
+            runs.append(self._compute(view.storage, view.last, position + first, position + last, cache))
+        whole = torch.cat(runs) if len(runs) != 1 else runs[0]
+        return whole.reshape([part.stop - part.start for part in index])
+
+    def _compute_view(self, view: _View, cache: dict[Any, Any]) -> Tensor:
+        values = self._compute(view.storage, view.last, 0, view.storage.size, cache)
+        return torch.as_strided(values, view.shape, view.stride, view.offset)
+
+    def _compute(
+        self, storage: _Storage, last: _Write | None, start: int, stop: int, cache: dict[Any, Any]
+    ) -> Tensor:
+        """Compute the elements ``start`` to ``stop`` of a storage, tile by tile.
+
+        Args:
+            storage: The storage.
+            last: Its last write that counts.
+            start: First element.
+            stop: End of the elements.
+            cache: Results of operations on whole tensors, and the last tile.
+        """
+        values = torch.zeros(stop - start, dtype=storage.dtype)
+        writes = []
+        while last is not None:
+            writes.append(last)
+            last = last.previous
+        writes.reverse()
+        for number, first, end in storage.iter_tiles(start, stop):
+            inside = first >= start and end <= stop
+            if inside:
+                tile = values[first - start : end - start]
+                self._fill_tile(tile, number, first, end, writes, cache)
+                continue
+            key = ("tile", writes[-1] if writes else None)
+            if cache.get(key, (None,))[0] != number:
+                tile = torch.zeros(end - first, dtype=storage.dtype)
+                self._fill_tile(tile, number, first, end, writes, cache)
+                cache[key] = (number, tile)
+            tile = cache[key][1]
+            low, high = max(first, start), min(end, stop)
+            values[low - start : high - start] = tile[low - first : high - first]
+        return values
+
+    def _fill_tile(
+        self,
+        tile: Tensor,
+        number: int,
+        first: int,
+        end: int,
+        writes: Sequence[_Write],
+        cache: dict[Any, Any],
+    ) -> None:
+        """Apply ``writes`` to the tile of the elements ``first`` to ``end``."""
+        for write in writes:
+            low, high = max(first, write.start), min(end, write.stop)
+            if low >= high:
+                continue
+            target = tile if high - low == end - first else tile[low - first : high - first]
+            if write.kind == "random":
+                self._generator.manual_seed(self._seed(write.number + number))
+                keywords = {**(write.keywords or {}), "generator": self._generator}
+                write.operation(target, *write.arguments[1:], **keywords)
+                continue
+            if write.kind == "whole":
+                if write not in cache:
+                    cache[write] = self._compute_whole(write, cache)
+                target.copy_(cache[write][low:high])
+                continue
+
+            def cut(value: Any, low: int = low - write.start, high: int = high - write.start) -> Any:
+                if isinstance(value, _View):
+                    start, stop = value.offset + low, value.offset + high
+                    return self._compute(value.storage, value.last, start, stop, cache)
+                is_single = not isinstance(value, torch.Tensor) or value.numel() == 1
+                return value if is_single else value.reshape(-1)[low:high]
+
+            if write.kind == "in place":
+                arguments, keywords = _replace((write.arguments[1:], write.keywords or {}), cut)
+                write.operation(target, *arguments, **keywords)
+            else:
+                arguments, keywords = _replace((write.arguments, write.keywords or {}), cut)
+                target.copy_(write.operation(*arguments, **keywords))
+
+    def _compute_whole(self, write: _Write, cache: dict[Any, Any]) -> Tensor:
+        """Run an operation on whole tensors and return the elements of the storage that it changes."""
+        changed: list[Tensor] = []
+
+        def compute(value: Any) -> Any:
+            if isinstance(value, _View):
+                tensor = self._compute_view(value, {**cache})
+                changed.append(tensor)
+                return tensor
+            if isinstance(value, torch.Tensor):
+                changed.append(value)
+            return value
+
+        arguments, keywords = _replace((write.arguments, write.keywords or {}), compute)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self._seed(write.number))
+            results = write.operation(*arguments, **keywords)
+        if write.result < 0:
+            tensor = changed[-1 - write.result]
+            return torch.as_strided(
+                tensor, [tensor.untyped_storage().nbytes() // tensor.element_size()], [1], 0
+            )
+        outputs = [leaf for leaf in of_torch.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        output = outputs[write.result]
+        values = torch.zeros(write.size, dtype=output.dtype)
+        torch.as_strided(values, write.shape, write.stride).copy_(output)
+        return values
+
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn")
+_READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operations whose result depends on the values of tensors."""
+_OVERWRITES = {
+    operation
+    for family in (torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_)
+    for operation in (getattr(family, name) for name in family.overloads())
+}
+_ELEMENTWISE = ("fill_", "zero_", "copy_", "_to_copy", "clone")
+"""Elementwise operations that torch does not tag as pointwise."""
+
+
+def _find_written(operation: Any, arguments: tuple[Any, ...], tensors: list[Tensor]) -> list[int]:
+    """Return the positions in ``tensors`` of the arguments that an operation changes."""
+    changed = [
+        value
+        for argument, value in zip(of_torch.schema(operation).arguments, arguments, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    leaves = of_torch.tree_leaves(changed)
+    return [i for i, tensor in enumerate(tensors) if any(tensor is leaf for leaf in leaves)]
+
+
+def _replace(tree: Any, replace: Any) -> Any:
+    leaves, structure = of_torch.tree_flatten(tree)
+    return of_torch.tree_unflatten([replace(leaf) for leaf in leaves], structure)
+
+
+def _replace_tensors(tree: Any, replace: Any) -> Any:
+    return _replace(tree, lambda leaf: replace(leaf) if isinstance(leaf, torch.Tensor) else leaf)
