@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes."""
 REPORTING = 15.0  # seconds that a rank waits at most for the reports of others
+NOTICE_SECONDS = 2.0
+"""Seconds between the failure of a rank and the exit of the others."""
 
 
 class UserError(Exception):
@@ -42,7 +45,8 @@ class ReportedElsewhereError(Exception):
 
     def wait(self) -> None:
         """Let the other rank report: launchers end all ranks when the first one exits, this one as well."""
-        time.sleep(REPORTING)
+        launcher_ends_ranks = "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # set by torchrun and by ours
+        time.sleep(REPORTING if launcher_ends_ranks else NOTICE_SECONDS)
 
 
 class MissingDataError(UserError):

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 import platform
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -15,31 +14,56 @@ import transformers
 
 from portable.config import RunConfig, keys
 from portable.config.origins import shown
-from portable.errors import RUN_ERROR, USER_ERROR, ReportedElsewhereError, UserError, one_line
-from portable.private import of_torch
+from portable.errors import USER_ERROR, ReportedElsewhereError, UserError, one_line
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from portable.backend import Backend
 
 T = TypeVar("T")
-_ERROR_KEY = "portable/error-of-a-rank"
+_background: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default process group and the group of background threads that belongs to it."""
 
 # Never freed. Gloo's threads release a collective's tensors shortly after it ends. Releasing the last
 # reference needs the GIL, which the main thread holds while it destroys the process group and joins those
 # threads: a deadlock.
-_FLAG = torch.zeros((), dtype=torch.int32)
+_MAX_NUMBERS = 2
+_SUMS, _RECEIVED = (torch.zeros(_MAX_NUMBERS, dtype=torch.float64) for _ in range(2))
+_TAG = 72  # of these messages, so that they do not mix with others between the same ranks
+
+
+def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Sum a few numbers of each rank's host over all ranks. A collective call and a barrier.
+
+    The numbers go to rank 0 and back along a binary tree, so a rank waits for ``2 log2(ranks)`` messages. The
+    all-reduce of gloo is a ring, in which ``2 (ranks - 1)`` messages follow each other. All ranks get the
+    same bits. Integers are exact up to 2**53.
+    """
+    if not dist.is_initialized():
+        return list(numbers)
+    rank, size, count = dist.get_rank(), dist.get_world_size(), len(numbers)
+    sums, received = _SUMS[:count], _RECEIVED[:count]
+    sums.copy_(torch.tensor(numbers, dtype=torch.float64))
+    distance = 1
+    while distance < size and rank % (2 * distance) == 0:
+        if rank + distance < size:
+            dist.recv(received, rank + distance, tag=_TAG)
+            sums += received
+        distance *= 2
+    if rank > 0:
+        dist.send(sums, rank - distance, tag=_TAG)
+        dist.recv(sums, rank - distance, tag=_TAG)
+    while (distance := distance // 2) > 0:
+        if rank + distance < size:
+            dist.send(sums, rank + distance, tag=_TAG)
+    return cast("list[float]", sums.tolist())
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is set on any rank. A collective call and a barrier."""
-    if not dist.is_initialized():
-        return flag
-    _FLAG.fill_(int(flag))
-    dist.all_reduce(_FLAG, op=dist.ReduceOp.MAX)
-    return bool(_FLAG.item())
+    """Return whether ``flag`` is set on any rank. A collective call and a barrier."""
+    return sum_over_ranks([flag])[0] > 0
 
 
 def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -68,43 +92,22 @@ def all_or_none(outcome: T | UserError) -> T:
     return outcome
 
 
-def publish_error(error: Exception) -> None:
-    """Publish this rank's error so that its peers report the cause instead of a timeout.
-
-    Call it if other ranks may not raise the same error. Their next collective fails when this process exits,
-    and they read the cause with :func:`peer_error`.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
-    with suppress(Exception):  # the rank that hosts the store may be dead
-        store = of_torch.default_store()
-        if not store.check([_ERROR_KEY]):
-            store.set(_ERROR_KEY, json.dumps({"code": code, "message": one_line(error)}))
-
-
-def peer_error() -> ReportedElsewhereError | None:
-    """Return the error that another rank has published, or None."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    with suppress(Exception):
-        store = of_torch.default_store()
-        if store.check([_ERROR_KEY]):
-            published = json.loads(store.get(_ERROR_KEY))
-            return ReportedElsewhereError(published["message"], published["code"])
-    return None
-
-
 def background_group() -> dist.ProcessGroup | None:
-    """Create a process group for background threads; None in a single process. A collective call.
+    """Return the process group of background threads; None in a single process. A collective call.
 
-    Its timeout is long because ranks write checkpoints at different speeds. A dead rank is detected anyway.
+    There is one for all of them, because each costs sockets. The threads use it one after the other: a
+    checkpoint is uploaded once its shards are written. Its timeout is long because ranks write checkpoints at
+    different speeds. A dead rank is detected anyway.
     """
-    if not dist.is_initialized():
+    global _background
+    world = dist.group.WORLD
+    if world is None:
         return None
-    with native_stdout_closed():
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-    return cast("dist.ProcessGroup", group)  # of all ranks, so this one is in it
+    if _background is None or _background[0] is not world:
+        with native_stdout_closed():
+            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+        _background = (world, cast("dist.ProcessGroup", group))  # of all ranks, so this one is in it
+    return _background[1]
 
 
 # Paths may differ between hosts. The data itself is compared.
