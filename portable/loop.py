@@ -3,8 +3,8 @@
 :func:`train` runs a launch, :func:`steps` iterates over its optimizer steps, and :func:`train_step` takes one
 step. The loop accesses the device only through a :class:`portable.backend.Backend` and a
 :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it after the current step (see
-:class:`StopSignals`). If there are several ranks, they stop after the next step, because the all-reduce at the
-start of a step distributes the request.
+:class:`StopSignals`). If there are several ranks, they stop after the next step, because the all-reduce at
+the start of a step distributes the request.
 """
 
 from __future__ import annotations
