@@ -1,9 +1,9 @@
 """Notification of all ranks when a rank fails.
 
-Each rank keeps a connection to rank 0. The kernel closes it when a process ends in any way, so rank 0 notices
-a killed rank at once, and the others notice the end of rank 0. Rank 0 decides which rank failed first and
-sends that to all. Nothing is sent while the run is healthy, and no rank has to be scheduled for its connection
-to stay alive, so a rank that is busy or suspended is not mistaken for a dead one.
+Each rank keeps a connection to rank 0. The kernel closes it when a process ends in any way, so rank 0
+notices a killed rank at once, and the others notice the end of rank 0. Rank 0 decides which rank failed
+first and sends that to all. Nothing is sent while the run is healthy, and no rank has to be scheduled for
+its connection to stay alive, so a rank that is busy or suspended is not mistaken for a dead one.
 """
 
 from __future__ import annotations
