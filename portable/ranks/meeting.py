@@ -31,7 +31,8 @@ def open_store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     """
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
     if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
-        store = dist.PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
+        attempt = agree_on_attempt(store, rank, world_size, timeout)
+        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
     return store, rank, world_size
 
 
