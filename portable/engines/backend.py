@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from portable.engines.machine import MeasuredEngine
     from portable.engines.package import TorchPackage
 
+_DEVICES_WITH_EVENTS = ("cuda", "xpu")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -182,8 +183,8 @@ class CopyToHost:
 
     def start(self, value: Tensor) -> None:
         """Queue the copy of ``value`` behind the work that computes it. Does not trigger a sync."""
-        if value.device.type == "cpu":
-            self._copy = value
+        if value.device.type not in _DEVICES_WITH_EVENTS:
+            self._copy = value  # copied by `finish`, which waits for the value and not for later work
             return
         if self._copy.dtype != value.dtype:
             # The copy overlaps with other work only into page-locked memory.
@@ -193,7 +194,7 @@ class CopyToHost:
         self._copied.record()
 
     def finish(self) -> float:
-        """Wait for the copy and return the value. Later work of the device is not waited for."""
+        """Wait for the copy and return the value. Does not wait for later work of the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return float(self._copy)
