@@ -9,6 +9,7 @@ PROGRAMS = {
     "gpu": ("the step beside its peers, strategies, saving, a profile", "a GPU", "25 minutes there"),
     "convert": ("the converter beside cp and each framework's own tool", "10 GB of disk", "15 minutes"),
     "kills": ("a run that is killed a hundred times, on a disk or in a bucket", "", "an hour"),
+    "ranks": ("messages of a step, the death of a rank, a resume on fewer ranks", "", "5 minutes"),
     "soak": ("a run of an hour, whose memory and descriptors must not grow", "", "an hour"),
     "plan": ("planned memory beside the allocator's", "", "3 minutes"),
     "tpu_compile": (
