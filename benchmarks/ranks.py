@@ -152,6 +152,13 @@ def print_messages(sizes: Sequence[int], folder: Path) -> None:
 # -- death and resume --------------------------------------------------------------------------------------
 
 
+def wait_for(processes: Sequence[BaseProcess]) -> set[int | None]:
+    """Wait for processes and return their exit codes."""
+    for process in processes:
+        process.join()
+    return {process.exitcode for process in processes}
+
+
 def train(arguments: Sequence[str], errors: Path) -> None:
     """Run ``portable-train`` as a rank of another launcher."""
     sys.stderr.flush()
@@ -252,18 +259,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"  {line}")
         end = max(read_losses(run)) + STEPS_AFTER
         flags = config_flags(run, data, end, options.batch)
-        codes = [
-            process.join() or process.exitcode for process in start_ranks(options.fewer, train, flags, errors)
-        ]
-        print(f"resumed on {options.fewer} ranks: exit codes {sorted(set(codes))}")
+        codes = wait_for(start_ranks(options.fewer, train, flags, errors))
+        print(f"resumed on {options.fewer} ranks: exit codes {codes}")
         truth = folder / "truth"
         flags = config_flags(truth, data, end, options.batch)
-        codes += [process.join() or process.exitcode for process in start_ranks(1, train, flags, errors)]
+        codes |= wait_for(start_ranks(1, train, flags, errors))
         ours, theirs = read_losses(run), read_losses(truth)
         worst = max((abs(ours[step] / theirs[step] - 1) for step in theirs if step in ours), default=1.0)
         print(f"{len(ours)} losses, {len(theirs)} of one rank; largest relative difference {worst:.1e}")
         good = len(ended) == options.ranks - 1 and max(ended.values()) <= options.seconds
-        good = good and set(codes) == {0} and set(ours) == set(theirs) and worst < TOLERANCE
+        good = good and codes == {0} and set(ours) == set(theirs) and worst < TOLERANCE
     return 0 if good else 1
 
 

@@ -220,7 +220,7 @@ def test_one_rank_that_stops_ends_all_and_it_is_said_which(
     assert "portable/loop.py" in (folder / "hang" / "rank-0.txt").read_text()
 
 
-KILLED: dict[str, Any] = {
+KILLED_ONCE: dict[str, Any] = {
     "train__callbacks": ["tests.ranks:KilledOnce"],
     "train__micro_batch_size": 3,
     "checkpoint__every_steps": 2,
@@ -231,7 +231,7 @@ KILLED: dict[str, Any] = {
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_without_a_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = flags(tiny(tmp_path / "run", corpus, **KILLED, train__steps=100_000))
+    settings = flags(tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=100_000))
     note, port = tmp_path / "note", str(free_port())
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KILLED_ONCE": str(note)}
     ranks = [zygote.start("portable-train", *settings, RANK=str(rank), **shared) for rank in range(3)]
@@ -244,7 +244,7 @@ def test_a_killed_rank_ends_all_without_a_launcher(tmp_path: Path, corpus: Path,
 
 @pytest.mark.slow
 def test_torchrun_restarts_the_ranks(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = flags(tiny(tmp_path / "run", corpus, **KILLED, train__steps=5))
+    settings = flags(tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=5))
     command = [TORCHRUN[0], "--max-restarts", "1", *TORCHRUN[1:]]
     done = zygote.run(*command, *settings, KILLED_ONCE=str(tmp_path / "note"))
     assert done.returncode == 0, done.stderr
