@@ -126,7 +126,7 @@ def measure_messages(path: Path, lazy: bool) -> None:
     if backend.rank == 0:
         path.write_text(json.dumps(rows))
     any_rank(False)
-    os._exit(0)
+    os._exit(0)  # without destroying the process groups, which waits for gloo's threads
 
 
 def print_messages(sizes: Sequence[int], folder: Path) -> None:
@@ -185,6 +185,7 @@ def config_flags(folder: Path, data: Path, stop_after: int | None, batch: int) -
         "train.global_batch_size": batch,
         "train.eval_every": "null",
         "strategy": "full_shard",
+        "precision": "fp32",
         "log.every_steps": 1,
         "log.sample_tokens": 0,
         "checkpoint.every_steps": 5,

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from portable.errors import UserError
+from portable.ranks import collectives
 from portable.ranks.collectives import any_rank, sum_over_ranks
 from portable.ranks.meeting import agree_on_attempt
 from portable.ranks.oom_kills import killed_since, oom_kills
@@ -83,14 +84,16 @@ def test_ranks_agree_on_an_attempt_that_no_earlier_one_had() -> None:
     assert len(set.union(*names)) == 3
 
 
-def sums_of_ranks() -> list[list[float]]:
+def sums_of_ranks(ring_ranks: int) -> list[list[float]]:
+    collectives._RING_RANKS = ring_ranks
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     return [sum_over_ranks([rank, 1]), sum_over_ranks([0.5]), [any_rank(rank == 4), any_rank(False)]]
 
 
-def test_sums_of_any_number_of_ranks(ranks: RankPool) -> None:
-    assert ranks.run(5, sums_of_ranks) == [[10, 5], [2.5], [True, False]]
+@pytest.mark.parametrize("ring_ranks", [0, 64], ids=["tree", "ring"])
+def test_sums_of_any_number_of_ranks(ring_ranks: int, ranks: RankPool) -> None:
+    assert ranks.run(5, sums_of_ranks, ring_ranks) == [[10, 5], [2.5], [True, False]]
 
 
 def test_a_limit_of_open_files_that_is_too_low_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
