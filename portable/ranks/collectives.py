@@ -40,9 +40,9 @@ takes about 1.5 ms and a message of the ring 0.1 ms (``benchmarks/ranks.py``).""
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
     """Sum a few numbers of each rank's host over all ranks. A collective call and a barrier.
 
-    The all-reduce of gloo is a ring, in which ``2 (ranks - 1)`` messages follow each other. On many ranks, the
-    numbers go to rank 0 and back along a binary tree instead, so a rank waits for ``2 log2(ranks)`` messages.
-    All ranks get the same bits. Integers are exact up to 2**53.
+    The all-reduce of gloo is a ring, in which ``2 (ranks - 1)`` messages follow each other. On many ranks,
+    the numbers go to rank 0 and back along a binary tree instead, so a rank waits for ``2 log2(ranks)``
+    messages. All ranks get the same bits. Integers are exact up to 2**53.
     """
     if not dist.is_initialized():
         return list(numbers)

@@ -85,10 +85,11 @@ def test_ranks_agree_on_an_attempt_that_no_earlier_one_had() -> None:
 
 
 def sums_of_ranks(ring_ranks: int) -> list[list[float]]:
-    collectives._RING_RANKS = ring_ranks
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    return [sum_over_ranks([rank, 1]), sum_over_ranks([0.5]), [any_rank(rank == 4), any_rank(False)]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_RING_RANKS", ring_ranks)
+        return [sum_over_ranks([rank, 1]), sum_over_ranks([0.5]), [any_rank(rank == 4), any_rank(False)]]
 
 
 @pytest.mark.parametrize("ring_ranks", [0, 64], ids=["tree", "ring"])
