@@ -231,10 +231,11 @@ KILLED_ONCE: dict[str, Any] = {
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_without_a_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    settings = flags(tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=100_000))
+    settings = tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=100_000)
+    settings["train.micro_batch_size"] = 2
     note, port = tmp_path / "note", str(free_port())
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KILLED_ONCE": str(note)}
-    ranks = [zygote.start("portable-train", *settings, RANK=str(rank), **shared) for rank in range(3)]
+    ranks = [zygote.start("portable-train", *flags(settings), RANK=str(rank), **shared) for rank in range(3)]
     errors = [rank.communicate(timeout=AT_MOST)[1] for rank in ranks]
     assert time.time() - note.stat().st_mtime < 10
     assert [rank.returncode for rank in (ranks[0], ranks[2])] == [1, 1]
