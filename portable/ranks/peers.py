@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from converters.console import complain
 from portable.errors import NOTICE_SECONDS, RUN_ERROR, ReportedElsewhereError, one_line
 from portable.private import of_torch
+from portable.ranks import launch
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -183,9 +185,9 @@ class PeerWatch:
         if self._first.rank == self._rank or self._left.is_set():
             return
         self._on_failure(self._first)
-        prints = self._rank == (1 if self._first.rank == 0 else 0)
+        prints = self._rank == (1 if self._first.rank == 0 else 0) and not launch.is_launched()
         if prints and not self._first.message:
-            tell(f"error: {self._first.describe()}")
+            complain(f"error: {self._first.describe()}")
         # The failed rank exits first, so that launchers report it and not this one.
         if not self._left.wait(NOTICE_SECONDS):
             sys.stdout.flush()
@@ -207,7 +209,7 @@ class _Arbiter:
             dualstack_ipv6=family == socket.AF_INET6,
         )
         port = self._listener.getsockname()[1]
-        names = [_LOOPBACK] if local else list(dict.fromkeys([address, host, socket.getfqdn()]))
+        names = [_LOOPBACK] if local else list(dict.fromkeys([address, host]))
         self.addresses: list[list[Any]] = [[name, port] for name in names]
         self.token = secrets.token_hex(16)
         """Secret without which a connection is ignored. The ranks read it from the store."""
