@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from converters.console import complain
-from portable.errors import NOTICE_SECONDS, RUN_ERROR, ReportedElsewhereError, one_line
+from portable.errors import (
+    LAUNCHER_SECONDS,
+    NOTICE_SECONDS,
+    RUN_ERROR,
+    ReportedElsewhereError,
+    launcher_ends_ranks,
+    one_line,
+)
 from portable.private import of_torch
 from portable.ranks import launch
 from portable.terminal import tell
@@ -189,7 +196,7 @@ class PeerWatch:
         if prints and not self._first.message:
             complain(f"error: {self._first.describe()}")
         # The failed rank exits first, so that launchers report it and not this one.
-        if not self._left.wait(NOTICE_SECONDS):
+        if not self._left.wait(LAUNCHER_SECONDS if launcher_ends_ranks() else NOTICE_SECONDS):
             sys.stdout.flush()
             os._exit(self._first.code)
 
