@@ -15,8 +15,8 @@ USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes."""
 REPORTING = 15.0  # seconds that a rank waits at most for the reports of others
 NOTICE_SECONDS, LAUNCHER_SECONDS = 1.0, 5.0
-"""Seconds between the failure of a rank and the exit of the others: without a launcher, and with one that ends
-all ranks when the first one exits and reports that one."""
+"""Seconds between the failure of a rank and the exit of the others: without a launcher, and with one that
+ends all ranks when the first one exits, and reports that one."""
 
 
 class UserError(Exception):
