@@ -46,10 +46,10 @@ class ReportedElsewhereError(Exception):
 
     def wait(self) -> None:
         """Let the other rank report: launchers end all ranks when the first one exits, this one as well."""
-        time.sleep(REPORTING if launcher_ends_ranks() else NOTICE_SECONDS)
+        time.sleep(REPORTING if is_ended_by_launcher() else NOTICE_SECONDS)
 
 
-def launcher_ends_ranks() -> bool:
+def is_ended_by_launcher() -> bool:
     """Return whether the launcher of this rank ends all ranks when the first one exits."""
     return "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # set by torchrun and by `portable-train --nproc`
 

@@ -28,7 +28,7 @@ from portable.errors import (
     NOTICE_SECONDS,
     RUN_ERROR,
     ReportedElsewhereError,
-    launcher_ends_ranks,
+    is_ended_by_launcher,
     one_line,
 )
 from portable.private import of_torch
@@ -196,7 +196,7 @@ class PeerWatch:
         if prints and not self._first.message:
             complain(f"error: {self._first.describe()}")
         # The failed rank exits first, so that launchers report it and not this one.
-        if not self._left.wait(LAUNCHER_SECONDS if launcher_ends_ranks() else NOTICE_SECONDS):
+        if not self._left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
             sys.stdout.flush()
             os._exit(self._first.code)
 
