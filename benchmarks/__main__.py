@@ -10,6 +10,7 @@ PROGRAMS = {
     "tokenizing": ("the speed of tokenizing, and what a kill costs", "", "2 minutes"),
     "convert": ("the converter beside cp and each framework's own tool", "10 GB of disk", "15 minutes"),
     "kills": ("a run that is killed a hundred times, on a disk or in a bucket", "", "an hour"),
+    "ranks": ("messages of a step, the death of a rank, a resume on fewer ranks", "", "5 minutes"),
     "soak": ("a run of an hour, whose memory and descriptors must not grow", "", "an hour"),
     "checkpoint_scale": (
         "a save and a resume by the number of ranks; steps during a save",

@@ -282,11 +282,26 @@ class Backend(Protocol):
     def place(self, batch: Batch) -> Batch:
         """Copy a micro-batch to the device. Does not trigger a host-device sync."""
 
-    def total(self, count: float) -> Tensor:
+    def total(self, count: float, *, stop: bool = False) -> Tensor:
         """Sum a number from each rank's host into a device scalar. Does not trigger a host-device sync.
+
+        Args:
+            count: Number of this rank.
+            stop: Whether this rank requests that the run stops. The request is part of the same collective,
+                and :meth:`stop_requested` returns the result.
 
         Returns:
             An int64 scalar if ``count`` is an integer, otherwise a floating-point scalar.
+        """
+
+    def stop_requested(self, here: bool) -> bool:
+        """Return whether any rank has requested a stop in the latest :meth:`total`; the same on all ranks.
+
+        The host may wait until the device has finished the work that was queued before that :meth:`total`.
+        The work that was queued after it keeps the device busy meanwhile.
+
+        Args:
+            here: Whether this rank requests a stop now. A single rank returns it.
         """
 
     def sum(self, value: Tensor) -> Tensor:
@@ -300,7 +315,10 @@ class Backend(Protocol):
         """
 
     def any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is True on any rank. A host collective that does not sync the device."""
+        """Return whether ``flag`` is True on any rank. A host collective that does not sync the device.
+
+        The time grows with the logarithm of the number of ranks. Do not call it after every step.
+        """
 
     def gather(self, text: str) -> list[str]:
         """Gather ``text`` from all ranks, ordered by rank. A collective on the host."""

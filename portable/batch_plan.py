@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.config.derived import largest_divisor
+from portable.data.samples.order import accumulation_steps, first_of_rank
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,10 +22,12 @@ MAX_STEPS = 1 << 53  # a float cannot represent every larger integer
 class BatchPlan:
     """How the global batch is divided into ranks and micro-batches.
 
-    Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, in
-    ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch. Where several ranks share
-    each sequence or layer, ``world_size`` and ``rank`` count their groups. Under ``one_program``, devices
-    share sequences, and the compiler cuts these.
+    Rank ``r`` takes the ``r``-th of ``world_size`` contiguous parts of each global batch, in
+    ``accumulation_steps`` micro-batches. If the global batch does not divide, parts differ by one sequence,
+    and sequences without labels fill up the micro-batches: all ranks call the same collectives, and the loss
+    is divided by the tokens of the global batch, so the mean is exact. The devices of a rank share a
+    micro-batch. If several ranks share each sequence or layer, ``world_size`` and ``rank`` count their
+    groups. Under ``one_program``, devices share sequences, and the compiler cuts these.
     """
 
     global_batch_size: int
@@ -42,11 +45,17 @@ class BatchPlan:
 
     @property
     def sequences_per_rank(self) -> int:
-        return self.global_batch_size // self.world_size
+        """Sequences of the ranks that take most."""
+        return -(-self.global_batch_size // self.world_size)
 
     @property
     def accumulation_steps(self) -> int:
-        return self.sequences_per_rank // self.micro_batch_size
+        return accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
+
+    @property
+    def padded_batch_size(self) -> int:
+        """Sequences of all micro-batches of a step, with those that only fill them up."""
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def dropout_seed(self, first_sample: int, micro_batch: int) -> int:
         """Seed of the dropout in a micro-batch. It depends only on the run's seed and the samples.
@@ -54,7 +63,8 @@ class BatchPlan:
         A resumed run repeats it, so no generator state is saved.
         """
         rank = 0 if self.one_program else self.rank
-        sample = first_sample + rank * self.sequences_per_rank + micro_batch * self.micro_batch_size
+        first_of_ours = first_of_rank(self.global_batch_size, rank, self.world_size)
+        sample = first_sample + first_of_ours + micro_batch * self.micro_batch_size
         part = f"/{self.part[0]}" if self.part[0] else ""
         digest = hashlib.blake2b(f"{self.seed}/{sample}{part}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
@@ -65,10 +75,11 @@ def plan_batches(
 ) -> BatchPlan:
     """Compute the gradient accumulation from the global batch.
 
-    The default micro-batch size is lowered to a divisor. A size that was set must divide.
+    The default micro-batch size is lowered to a divisor. A size that was set must divide, unless the global
+    batch itself does not divide: then the micro-batches are filled up.
 
     Raises:
-        UserError: if the global batch or the micro-batch size does not divide.
+        UserError: If there are more ranks than sequences, or the micro-batch size does not divide.
     """
     total, parts = config.train.global_batch_size, config.ranks_together
     key = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
@@ -87,18 +98,22 @@ def plan_batches(
     groups = max(1, devices_per_rank // parts)
     if parts > 1:
         unit = f"group of {parts} {unit}"
-    if total % devices:
+    if total < devices or (total % devices and (one_program or devices_per_rank > 1)):
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
         raise UserError(
             f"train.global_batch_size: {total} sequences cannot be divided among {devices} {unit}s; "
             f"set it to {choices}, or use another number of {unit}s"
         )
-    share = total // devices
+    share = -(-total // devices)
     micro = config.train.micro_batch_size
     assert micro != "auto"  # the backend has replaced or refused it
+    chosen = config.is_set("train.micro_batch_size")
     fitting = largest_divisor(share, micro)
-    if config.is_set("train.micro_batch_size") and fitting != micro:
+    if total % devices:
+        # The smallest size for the same number of micro-batches has the fewest sequences without labels.
+        fitting = min(micro, share) if chosen else -(-share // -(-share // micro))
+    elif chosen and fitting != micro:
         raise UserError(
             f"train.micro_batch_size: {micro} does not divide the {share} sequences of the global batch that "
             f"each {unit} takes; use {fitting} or another divisor of {share}"
@@ -106,6 +121,12 @@ def plan_batches(
     micro_batch = fitting * groups
     cut = (0, 1) if one_program or config.context_parallel_size == 1 else (part, parts)
     return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, cut, groups)
+
+
+def describe_padding(plan: BatchPlan) -> str:
+    """Describe the sequences without labels, for the line about the batch; empty if there are none."""
+    padding = plan.padded_batch_size - plan.global_batch_size
+    return f", of which {padding} of {plan.padded_batch_size} in all are empty" if padding else ""
 
 
 def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:

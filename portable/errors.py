@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes."""
 REPORTING = 15.0  # seconds that a rank waits at most for the reports of others
+NOTICE_SECONDS, LAUNCHER_SECONDS = 1.0, 5.0
+"""Seconds between the failure of a rank and the exit of the others: without a launcher, and with one that
+ends all ranks when the first one exits, and reports that one."""
 
 
 class UserError(Exception):
@@ -42,7 +46,12 @@ class ReportedElsewhereError(Exception):
 
     def wait(self) -> None:
         """Let the other rank report: launchers end all ranks when the first one exits, this one as well."""
-        time.sleep(REPORTING)
+        time.sleep(REPORTING if is_ended_by_launcher() else NOTICE_SECONDS)
+
+
+def is_ended_by_launcher() -> bool:
+    """Return whether the launcher of this rank ends all ranks when the first one exits."""
+    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # set by torchrun and by `portable-train --nproc`
 
 
 class MissingDataError(UserError):

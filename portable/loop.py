@@ -3,7 +3,8 @@
 :func:`train` runs a launch, :func:`steps` iterates over its optimizer steps, and :func:`train_step` takes one
 step. The loop accesses the device only through a :class:`portable.backend.Backend` and a
 :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it after the current step (see
-:class:`StopSignals`).
+:class:`StopSignals`). If there are several ranks, they stop after the next step, because the all-reduce at
+the start of a step distributes the request.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def train_step(
     learning_rate: float,
     max_grad_norm: float,
     with_token_metrics: bool = True,
+    stop: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Take one optimizer step without a host-device sync.
 
@@ -178,13 +180,15 @@ def train_step(
         learning_rate: Learning rate for this step.
         max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
         with_token_metrics: Whether to also compute token accuracy and entropy, which only logged steps need.
+        stop: Function that returns whether this rank requests a stop. The request is sent to all ranks
+            together with the number of valid tokens.
 
     Returns:
         The global loss and gradient norm, as device tensors.
     """
     engine.objective.with_token_metrics = with_token_metrics
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
-    valid = backend.total(sum(engine.objective.weight(batch) for batch in batches))
+    valid = backend.total(sum(engine.objective.weight(batch) for batch in batches), stop=stop())
     losses = []
     for index, batch in enumerate(batches):
         backend.seed(plan.dropout_seed(first_sample, index))
@@ -203,6 +207,7 @@ def steps(
     progress: Progress,
     until: int,
     logs: Callable[[int], bool] = lambda step: True,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepResult]:
     """Take optimizer steps until ``progress.step`` reaches ``until`` or ``progress.ended`` is set.
 
@@ -216,6 +221,7 @@ def steps(
         until: Step to stop at.
         logs: Function that returns whether a step is logged, given its number (starting at 1). Token accuracy
             and entropy are only computed for logged steps.
+        stop: Function that returns whether this rank requests a stop; see :func:`train_step`.
 
     Yields:
         The result of each step.
@@ -230,6 +236,7 @@ def steps(
             learning_rate=prepared.schedule(progress.step),
             max_grad_norm=prepared.config.train.max_grad_norm or 0.0,
             with_token_metrics=logs(progress.step + 1),
+            stop=stop,
         )
         progress.step += 1
         progress.samples += prepared.plan.global_batch_size
@@ -252,9 +259,14 @@ def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> boo
     run.call("on_start")
     signals.install()
     batches = iter(run.over(micro_batches))
-    for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs):
+    requested = signals.is_requested
+    for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs, requested):
         run.result = result
-        run.stopped = run.backend.any(signals.requested)
+        # A request of another rank arrives with the token count of the next step. Before an evaluation or a
+        # save, the ranks exchange requests at once: an evaluation would use up the time that a scheduler
+        # leaves between SIGTERM and SIGKILL, and the save would be followed by another one.
+        share = run.backend.any if run.pauses else run.backend.stop_requested
+        run.stopped = share(requested())
         run.call("on_step")
         if run.stopped:
             break
@@ -293,6 +305,10 @@ class StopSignals:
             if handler is not signal.SIG_IGN:
                 self._previous[number] = handler
                 signal.signal(number, self._request_stop)
+
+    def is_requested(self) -> bool:
+        """Return whether a signal has been received."""
+        return self.requested
 
     def restore(self) -> None:
         """Restore the previous handlers."""

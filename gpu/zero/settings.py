@@ -67,7 +67,7 @@ def _settings_without_a_json(config: RunConfig, plan: BatchPlan) -> dict[str, An
         if device == "nvme":
             zero[part]["nvme_path"] = str(nvme.run_folder(config))
     settings: dict[str, Any] = {
-        "train_batch_size": plan.global_batch_size * plan.part[1],  # to DeepSpeed, each part is a sequence
+        "train_batch_size": plan.padded_batch_size * plan.part[1],  # to DeepSpeed, each part is a sequence
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm or 0.0,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from converters.console import columns, say
 from portable.adapters.assemble import looked_at
-from portable.batch_plan import total_steps
+from portable.batch_plan import describe_padding, total_steps
 from portable.checkpoint.external import open_for_model, state_of_run
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.store import checkpoints_of, resume_source
@@ -151,6 +151,7 @@ def _plan_rows(
                 if config.train.micro_batch_size == "auto"
                 else f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
                 + human_count(plan.micro_batch_size, "sequence")
+                + describe_padding(plan)
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),

@@ -120,7 +120,7 @@ def strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
 
 
 def _world_sizes(config: RunConfig) -> list[int]:
-    """Return the world sizes that the global batch can be divided among, up to `MAX_WORLD_SIZE`.
+    """Return the world sizes among which the global batch divides evenly, up to `MAX_WORLD_SIZE`.
 
     A rank, or a group of ranks that share sequences, takes an equal part of the global batch.
     """

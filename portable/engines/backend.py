@@ -14,6 +14,7 @@ from portable.engines.machine import Machine, transport
 from portable.errors import RunError, UserError, one_line
 from portable.private import of_torch
 from portable.ranks.collectives import any_rank, gather_text
+from portable.ranks.meeting import open_store
 from portable.registry import engine_part
 from portable.terminal import native_stdout_closed
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from portable.engines.machine import MeasuredEngine
     from portable.engines.package import TorchPackage
 
+_DEVICES_WITH_EVENTS = ("cuda", "xpu")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -42,6 +44,7 @@ class TorchBackend:
         self._left_groups: list[Any] = []
         self._products_before: tuple[str, bool] | None = None
         self._counts = True
+        self._stop_requests = CopyToHost()
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -54,8 +57,15 @@ class TorchBackend:
         if self.world_size > 1:
             try:
                 with native_stdout_closed():
-                    dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
-            except dist.DistNetworkError as error:
+                    store, rank, world_size = open_store(COLLECTIVE_TIMEOUT)
+                    dist.init_process_group(
+                        transport(self.device),
+                        store=store,
+                        rank=rank,
+                        world_size=world_size,
+                        timeout=COLLECTIVE_TIMEOUT,
+                    )
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
                 raise _not_met(error) from error
 
     def stop(self) -> None:
@@ -117,13 +127,20 @@ class TorchBackend:
     def devices_per_rank(self) -> int:
         return 1
 
-    def total(self, count: float) -> Tensor:
+    def total(self, count: float, *, stop: bool = False) -> Tensor:
         # Filled on the device: a copy from the host would sync.
         kind = torch.int64 if isinstance(count, int) else torch.float64
-        value = torch.full((), count if self._counts else 0, dtype=kind, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(value)
-        return value
+        count = count if self._counts else 0
+        if self.world_size == 1:
+            return torch.full((), count, dtype=kind, device=self.device)
+        sums = torch.full((2,), count, dtype=kind, device=self.device)
+        sums[1].fill_(int(stop))
+        dist.all_reduce(sums)
+        self._stop_requests.start(sums[1])
+        return sums[0]
+
+    def stop_requested(self, here: bool) -> bool:
+        return here if self.world_size == 1 else self._stop_requests.finish() > 0
 
     def sum(self, value: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -142,7 +159,7 @@ class TorchBackend:
         return gather_text(text)
 
     def barrier(self) -> None:
-        self.any(False)  # over the host; dist.barrier would also wait for the GPU
+        self.any(False)  # over the host, because dist.barrier would also wait for the GPU
 
     def memory(self) -> tuple[int, int]:
         return self._package.memory(self.device)
@@ -157,13 +174,39 @@ class TorchBackend:
         return {} if self._engine is None else self._engine.metrics()
 
 
+class CopyToHost:
+    """Copy of a device scalar to the host that overlaps with the work of the device."""
+
+    def __init__(self) -> None:
+        self._copy = torch.zeros(())
+        self._copied: torch.Event | None = None
+
+    def start(self, value: Tensor) -> None:
+        """Queue the copy of ``value`` behind the work that computes it. Does not trigger a sync."""
+        if value.device.type not in _DEVICES_WITH_EVENTS:
+            self._copy = value  # copied by `finish`, which waits for the value and not for later work
+            return
+        if self._copy.dtype != value.dtype:
+            # The copy overlaps with other work only into page-locked memory.
+            self._copy = torch.zeros((), dtype=value.dtype, pin_memory=True)
+        self._copy.copy_(value, non_blocking=True)
+        self._copied = torch.Event(value.device)
+        self._copied.record()
+
+    def finish(self) -> float:
+        """Wait for the copy and return the value. Does not wait for later work of the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._copy)
+
+
 def _set_fp32_products(precision: str, tf32_convolutions: bool) -> None:
     """Set how exact fp32 is. By default cuDNN's convolutions round to tf32, whatever matrix products do."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
-def _not_met(error: dist.DistNetworkError) -> UserError | RunError:
+def _not_met(error: Exception) -> UserError | RunError:
     """Why the ranks of another launcher did not meet."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in str(error):

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 import platform
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -15,31 +14,62 @@ import transformers
 
 from portable.config import RunConfig, keys
 from portable.config.origins import shown
-from portable.errors import RUN_ERROR, USER_ERROR, ReportedElsewhereError, UserError, one_line
-from portable.private import of_torch
+from portable.errors import USER_ERROR, ReportedElsewhereError, UserError, one_line
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from portable.backend import Backend
 
 T = TypeVar("T")
-_ERROR_KEY = "portable/error-of-a-rank"
+_background: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default process group and the group of background threads that belongs to it."""
 
 # Never freed. Gloo's threads release a collective's tensors shortly after it ends. Releasing the last
 # reference needs the GIL, which the main thread holds while it destroys the process group and joins those
 # threads: a deadlock.
-_FLAG = torch.zeros((), dtype=torch.int32)
+_MAX_NUMBERS = 2
+_SUMS, _RECEIVED = (torch.zeros(_MAX_NUMBERS, dtype=torch.float64) for _ in range(2))
+_TAG = 72  # of these messages, so that they do not mix with others between the same ranks
+_RING_RANKS = 64
+"""Number of ranks up to which the ring of gloo is faster than a tree of single messages. A message of its own
+takes about 1.5 ms and a message of the ring 0.1 ms (``benchmarks/ranks.py``)."""
+
+
+def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Sum a few numbers of each rank's host over all ranks. A collective call and a barrier.
+
+    The all-reduce of gloo is a ring, in which ``2 (ranks - 1)`` messages follow each other. On many ranks,
+    the numbers go to rank 0 and back along a binary tree instead, so a rank waits for ``2 log2(ranks)``
+    messages. All ranks get the same bits. Integers are exact up to 2**53.
+    """
+    if not dist.is_initialized():
+        return list(numbers)
+    rank, size, count = dist.get_rank(), dist.get_world_size(), len(numbers)
+    sums, received = _SUMS[:count], _RECEIVED[:count]
+    sums.copy_(torch.tensor(numbers, dtype=torch.float64))
+    if size <= _RING_RANKS:
+        dist.all_reduce(sums)
+        return cast("list[float]", sums.tolist())
+    distance = 1
+    while distance < size and rank % (2 * distance) == 0:
+        if rank + distance < size:
+            dist.recv(received, rank + distance, tag=_TAG)
+            sums += received
+        distance *= 2
+    if rank > 0:
+        dist.send(sums, rank - distance, tag=_TAG)
+        dist.recv(sums, rank - distance, tag=_TAG)
+    while (distance := distance // 2) > 0:
+        if rank + distance < size:
+            dist.send(sums, rank + distance, tag=_TAG)
+    return cast("list[float]", sums.tolist())
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is set on any rank. A collective call and a barrier."""
-    if not dist.is_initialized():
-        return flag
-    _FLAG.fill_(int(flag))
-    dist.all_reduce(_FLAG, op=dist.ReduceOp.MAX)
-    return bool(_FLAG.item())
+    """Return whether ``flag`` is set on any rank. A collective call and a barrier."""
+    return sum_over_ranks([flag])[0] > 0
 
 
 def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -68,46 +98,31 @@ def all_or_none(outcome: T | UserError) -> T:
     return outcome
 
 
-def publish_error(error: Exception) -> None:
-    """Publish this rank's error so that its peers report the cause instead of a timeout.
-
-    Call it if other ranks may not raise the same error. Their next collective fails when this process exits,
-    and they read the cause with :func:`peer_error`.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
-    with suppress(Exception):  # the rank that hosts the store may be dead
-        store = of_torch.default_store()
-        if not store.check([_ERROR_KEY]):
-            store.set(_ERROR_KEY, json.dumps({"code": code, "message": one_line(error)}))
-
-
-def peer_error() -> ReportedElsewhereError | None:
-    """Return the error that another rank has published, or None."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    with suppress(Exception):
-        store = of_torch.default_store()
-        if store.check([_ERROR_KEY]):
-            published = json.loads(store.get(_ERROR_KEY))
-            return ReportedElsewhereError(published["message"], published["code"])
-    return None
-
-
 def background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
-    """Create a process group for writing files; None in a single process. A collective call of all ranks.
+    """Return a process group for background threads; None in a single process. A collective call.
 
-    Its timeout is long because ranks write files at different speeds. A dead rank is detected anyway.
+    All threads share one group of all ranks, because each group costs sockets. They use it one after the
+    other: a checkpoint is uploaded once its shards are written. The timeout of a group is long because ranks
+    write files at different speeds. A dead rank is detected anyway.
 
     Args:
-        ranks: Ranks of the group; None for all.
+        ranks: Ranks of a new group, which only they can use; None for the group of all ranks.
     """
-    if not dist.is_initialized():
+    global _background
+    world = dist.group.WORLD
+    if world is None:
         return None
+    if ranks is not None:
+        return _build_background_group(ranks)
+    if _background is None or _background[0] is not world:
+        _background = (world, _build_background_group(None))
+    return _background[1]
+
+
+def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
     with native_stdout_closed():
         group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(days=1))
-    return cast("dist.ProcessGroup", group)  # of all ranks, so this one is in it
+    return cast("dist.ProcessGroup", group)
 
 
 # Paths may differ between hosts. The data itself is compared.

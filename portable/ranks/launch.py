@@ -34,6 +34,7 @@ from portable.errors import (
 from portable.formatting import human_count
 from portable.ranks import watchdog
 from portable.ranks.ending import ends_with
+from portable.ranks.open_files import prepare_open_files
 from portable.ranks.parent_death import die_with_parent, spawned_die_with_us
 from portable.temporary_folder import scratch_folder, temporary_files_in
 from portable.terminal import at_a_terminal, tell
@@ -137,6 +138,7 @@ def launch(
     Raises:
         UserError, RunError: the error of the first failed rank, or how a rank died.
     """
+    prepare_open_files(ranks)
     if at_a_terminal():  # every rank loads the libraries, which takes seconds
         tell(f"waiting for {human_count(ranks, 'rank')} to load")
     with scratch_folder("portable-launch") as folder:
@@ -313,6 +315,11 @@ def _rank_main(
         _wait_for_reports(Path(scratch))
         time.sleep(5 * POLL)
         os._exit(RUN_ERROR)
+
+
+def is_launched() -> bool:
+    """Return whether :func:`launch` started this process as a rank."""
+    return _scratch is not None
 
 
 def failing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -38,7 +37,7 @@ def train_loader(prepared: Prepared, position: int) -> TrainLoader:
 
 def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
     """This rank's micro-batches of one evaluation."""
-    plan = prepared.plan
+    plan, limit = prepared.plan, prepared.config.train.eval_batches
     loader = EvalLoader(
         samples,
         batch_size=plan.micro_batch_size,
@@ -46,13 +45,12 @@ def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
         world_size=plan.world_size,
         part=plan.part,
         pin_memory=_pins_memory(prepared),
+        # In global batches, so that every world size evaluates the same samples.
+        most=None if limit is None else limit * plan.global_batch_size,
     )
-    limit = prepared.config.train.eval_batches
-    # Counted in global batches, so that every world size evaluates the same samples.
-    most = len(loader) if limit is None else min(len(loader), limit * plan.accumulation_steps)
     yield from tqdm(
-        islice(loader, most),
-        total=most,
+        loader,
+        total=len(loader),
         unit="batch",
         desc="evaluating",
         leave=False,

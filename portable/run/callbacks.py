@@ -153,6 +153,13 @@ class Run:
         # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
         return every > 0 and math.floor(self.samples / every + 1e-9) > math.floor(before / every + 1e-9)
 
+    @property
+    def pauses(self) -> bool:
+        """Whether training waits for an evaluation or a save after the latest step."""
+        train, checkpoint = self.config.train, self.config.checkpoint
+        evaluates = self.due(train.eval_every, train.eval_every_epochs) and self.prepared.data.evals
+        return bool(evaluates) or self.due(checkpoint.every_steps, checkpoint.every_epochs)
+
     def call(self, method: str, *values: Any) -> None:
         """Call a method of every callback, in their order."""
         for callback in self.callbacks:
@@ -176,8 +183,10 @@ class Run:
         if not self.config.train.callbacks:  # the wishes of an evaluation are those of all ranks
             save, self.saving = self.saving, False
             return False, save
-        self.stopping = self.backend.any(self.stopping)
-        save, self.saving = self.backend.any(self.saving), False
+        wishes, self.saving = (self.stopping, self.saving), False
+        if not self.backend.any(any(wishes)):  # most steps: one collective
+            return False, False
+        self.stopping, save = (self.backend.any(wish) for wish in wishes)
         return self.stopping, save
 
     def take_logged(self) -> dict[str, float]:
@@ -333,10 +342,10 @@ class Health:
         Raises:
             RunError: If there is such a value on any rank. No checkpoint is saved.
         """
-        names = run.backend.gather(", ".join(run.engine.find_nonfinite_state()[:_SHOWN_NAMES]))
-        first = next((text for text in names if text), None)
-        if first is None:
+        names = run.engine.find_nonfinite_state()[:_SHOWN_NAMES]
+        if not run.backend.any(bool(names)):
             return
+        first = next(text for text in run.backend.gather(", ".join(names)) if text)
         good = _find_last_good(run)
         raise RunError(
             f"step {run.step}: the weights or the optimizer state of {first} are not finite, so no "

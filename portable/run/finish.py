@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from converters.console import columns
+from portable.batch_plan import describe_padding
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
 from portable.data.tokens.bounded_tokenizer import decode, encode
@@ -103,7 +104,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
             "batch",
             f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
             f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
-            f"{human_count(plan.micro_batch_size, 'sequence')}{auto}",
+            f"{human_count(plan.micro_batch_size, 'sequence')}{auto}{describe_padding(plan)}",
         ),
     ]
     rows.append(("steps", describe_length(config, prepared.steps, _count_samples(prepared))))

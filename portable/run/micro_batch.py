@@ -112,7 +112,9 @@ def search_of(prepared: Prepared) -> Search:
 
 def sizes(config: RunConfig, world: World) -> list[int]:
     """The micro-batch sizes that the global batch allows, ascending."""
-    return divisors(config.train.global_batch_size * config.ranks_together // world.devices)
+    total, groups = config.train.global_batch_size, max(1, world.devices // config.ranks_together)
+    share = -(-total // groups)
+    return divisors(share) if total % groups == 0 else [size for size in divisors(total) if size <= share]
 
 
 def with_micro_batch(config: RunConfig, size: int) -> RunConfig:

@@ -6,19 +6,22 @@ import errno
 import gc
 import json
 import os
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
 from portable.checkpoint.store import checkpoints_of, resume_source
-from portable.errors import ReportedElsewhereError, RunError, UserError
+from portable.errors import RUN_ERROR, ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
 from portable.hub_requests import get_revisions
 from portable.output.output_dir import open_output
 from portable.paths import path_inside, write_durably
 from portable.ranks import launch
-from portable.ranks.collectives import agree, all_or_none, peer_error, publish_error, settings_and_versions
+from portable.ranks.collectives import agree, all_or_none, settings_and_versions
+from portable.ranks.open_files import prepare_open_files
+from portable.ranks.peers import PeerWatch
 from portable.registry import create_backend
 from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
@@ -62,6 +65,7 @@ def run_rank(
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
     """
+    prepare_open_files(int(os.environ.get("WORLD_SIZE", "1")))
     backend = create_backend(backend_name)
     be_quiet((resolved.config if isinstance(resolved, Resolved) else resolved).log.quiet)
     with RunLog(backend.rank) as log:
@@ -82,8 +86,25 @@ def _run(
         prepare_code(config)
     output = open_output(config, backend.rank)
     prepared = _prepared(backend, resolved, eval_only, replay)
+    peers = PeerWatch(lambda failure: log.failed(RunError(failure.describe())))
+    with peers:
+        return _run_with_peers(backend, prepared, output, log, peers, eval_only, profile, replay, json_file)
+
+
+def _run_with_peers(
+    backend: Backend,
+    prepared: Prepared | UserError,
+    output: Output,
+    log: RunLog,
+    peers: PeerWatch,
+    eval_only: bool,
+    profile: bool,
+    replay: int | None,
+    json_file: str | None,
+) -> int:
     try:
         backend.start()
+        peers.start()
         prepared = all_or_none(prepared)
         _agree(prepared, output)
         if prepared.config.log.memory_snapshot:
@@ -95,24 +116,23 @@ def _run(
             from portable.run.replay import replay_step
 
             return replay_step(prepared, replay)
-        return train_run(prepared, output, log, profile=profile)
+        return train_run(prepared, output, log, peers, profile=profile)
     except ReportedElsewhereError:
         raise
     except (UserError, RunError) as error:
         log.failed(error)
-        publish_error(error)
-        raise
+        raise _first_error(error, peers) from error.__cause__
     except Exception as error:
         log.failed(error)
         launch.failing()
         if isinstance(error, OSError) and (refused := _cannot_write(error, output)) is not None:
-            publish_error(refused)
-            raise refused from error
+            raise _first_error(refused, peers) from error
         full = isinstance(error, DeviceMemoryError) or backend.ran_out_of_memory(error)
         if not full or not isinstance(prepared, Prepared):
-            if (elsewhere := peer_error()) is not None:
-                raise elsewhere from None
-            raise
+            first = _first_error(error, peers)
+            if first is error:
+                raise
+            raise first from None
         step = error.step if isinstance(error, DeviceMemoryError) else None
         from portable.run import micro_batch
 
@@ -126,6 +146,27 @@ def _run(
         backend.stop()
     # The engine is freed only here: the error's traceback referenced it.
     raise _out_of_device_memory(search, sequences, step, output, snapshot)
+
+
+def _first_error(error: Exception, peers: PeerWatch) -> Exception:
+    """Report an error to the other ranks, and return the error that this rank raises.
+
+    Returns:
+        The error itself if this rank failed first, with the rank and the host in its message if the error
+        depends on them. If another rank failed first, an error that is not printed.
+    """
+    first = peers.report(error)
+    if first is None:
+        return error
+    if not peers.is_first:
+        # Ranks that hang or run out of memory have more to say than the failure that followed from it.
+        return first.as_error()
+    # Our launcher names the rank itself.
+    if isinstance(error, UserError) or first.code != RUN_ERROR or launch.is_launched():
+        return error
+    if not isinstance(error, RunError):
+        traceback.print_exception(error)
+    return RunError(f"{first.describe()}{'' if isinstance(error, RunError) else ' (traceback above)'}")
 
 
 def _prepared(

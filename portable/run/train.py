@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from portable.loop import Callback
     from portable.output.hub import Hub
     from portable.output.output_dir import Output
+    from portable.ranks.peers import PeerWatch
     from portable.reporting.profiling import Profiler
     from portable.reporting.run_log import RunLog
     from portable.run.stages import Prepared, Restored
@@ -55,13 +56,16 @@ class DeviceMemoryError(Exception):
         self.step = step
 
 
-def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool = False) -> int:
+def train_run(
+    prepared: Prepared, output: Output, log: RunLog, peers: PeerWatch, *, profile: bool = False
+) -> int:
     """Train in ``output`` from where its run stands; all ranks call it.
 
     Args:
         prepared: the run.
         output: kept from other runs meanwhile.
         log: gets its file in ``output``.
+        peers: Connection to the other ranks.
         profile: write a trace of a few steps.
 
     Returns:
@@ -77,7 +81,7 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
         run, restored = _begin(prepared, output, log)
         batches = iter(train_loader(prepared, run.samples))
         reporter = Reporter(run, output, restored)
-        watchdog = _watchdog(run, output)
+        watchdog = _watchdog(run, output, peers)
         profiler = _profiler(run, output) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)
         by_name: dict[str, Callback | None] = {
@@ -175,8 +179,9 @@ def _write_preview(prepared: Prepared, output: Output) -> None:
         write_durably(output.work / PREVIEW_FILE, json.dumps(shown, ensure_ascii=False) + "\n")
 
 
-def _watchdog(run: Run, output: Output) -> Watchdog:
+def _watchdog(run: Run, output: Output, peers: PeerWatch) -> Watchdog:
     def report(line: str) -> None:
+        peers.leave()  # the other ranks report where they hang, too
         launch.report_hang(line)
         output.publish_soon(at_once=True)
 

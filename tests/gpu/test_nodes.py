@@ -93,22 +93,34 @@ def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["signal", "killed rank"])
 def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
-    tmp_path: Path, corpus: Path, cluster: Slurm
+    killed: bool, tmp_path: Path, corpus: Path, cluster: Slurm
 ) -> None:
-    config = configured(tmp_path / "run", corpus, **{**HYBRID, "backend": "auto", "train__steps": 4000})
+    settings = {**HYBRID, "backend": "auto", "train__steps": 4000, "checkpoint__every_steps": 2}
+    if killed:
+        settings["train__callbacks"] = ["tests.ranks:KilledOnce"]
+    config = configured(tmp_path / "run", corpus, **settings)
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
     assert main(["init", str(tmp_path / "run.yaml"), "--for", "slurm", "--device", "h100:16"]) == 0
     output = tmp_path / "job.out"
     template = tmp_path / "run.slurm.sbatch"
     # Two tasks a node, on nodes without GPUs.
     sizes = ("--ntasks-per-node", "2", "--gpus-per-node", "0", "--cpus-per-task", "1")
+    note = tmp_path / "note"
     submitted = cluster.command(
-        "sbatch", "--parsable", *sizes, "--output", str(output), "--chdir", str(tmp_path), str(template)
+        *("sbatch", "--parsable", *sizes, "--output", str(output), "--chdir", str(tmp_path)),
+        *("--export", f"ALL,KILLED_ONCE={note},PYTHONPATH={Path.cwd()}", str(template)),
     )
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()
     metrics = tmp_path / "run" / "metrics.jsonl"
+    if killed:
+        wait_for(lambda: output.exists() and "queued again" in output.read_text(errors="replace"))
+        assert "error: rank 1 on " in output.read_text(errors="replace")
+        assert "failed with code 137; newest checkpoint: " in output.read_text(errors="replace")
+        assert cluster.command("scancel", job).returncode == 0
+        return
     wait_for(lambda: metrics.exists() and len(losses(tmp_path / "run")) >= 3)
     # What --signal=TERM@300 does five minutes before the end: the steps are signalled, the script is not.
     assert cluster.command("scancel", "--signal", "TERM", job).returncode == 0

@@ -22,7 +22,7 @@ from portable.output.output_dir import locked
 from portable.ranks.launch import launch
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from tests.ranks import wait_for
+from tests.ranks import free_port, wait_for
 from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
 
@@ -218,6 +218,38 @@ def test_one_rank_that_stops_ends_all_and_it_is_said_which(
     for words in ("no progress for ", "rank 0 was in ", "rank 1 did not respond"):
         assert words in told
     assert "portable/loop.py" in (folder / "hang" / "rank-0.txt").read_text()
+
+
+KILLED_ONCE: dict[str, Any] = {
+    "train__callbacks": ["tests.ranks:KilledOnce"],
+    "train__micro_batch_size": 3,
+    "checkpoint__every_steps": 2,
+    "data__eval_fraction": 0,
+    "log__sample_tokens": 0,
+}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_without_a_launcher(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+    settings = tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=100_000)
+    settings["train.micro_batch_size"] = 2
+    note, port = tmp_path / "note", str(free_port())
+    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KILLED_ONCE": str(note)}
+    ranks = [zygote.start("portable-train", *flags(settings), RANK=str(rank), **shared) for rank in range(3)]
+    errors = [rank.communicate(timeout=AT_MOST)[1] for rank in ranks]
+    assert time.time() - note.stat().st_mtime < 10
+    assert [rank.returncode for rank in (ranks[0], ranks[2])] == [1, 1]
+    assert errors[0].splitlines()[-1].startswith(f"error: rank 1 on {socket.gethostname()} failed first: ")
+    assert "Traceback" not in "".join(errors) and "error" not in errors[2]
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_the_ranks(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+    settings = flags(tiny(tmp_path / "run", corpus, **KILLED_ONCE, train__steps=5))
+    command = [TORCHRUN[0], "--max-restarts", "1", *TORCHRUN[1:]]
+    done = zygote.run(*command, *settings, KILLED_ONCE=str(tmp_path / "note"))
+    assert done.returncode == 0, done.stderr
+    assert steps_logged(tmp_path / "run") == 5 and "resuming" in done.stderr
 
 
 def _rank_function(how: str) -> int:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from portable.errors import UserError
+from portable.ranks import collectives
+from portable.ranks.collectives import any_rank, sum_over_ranks
+from portable.ranks.meeting import agree_on_attempt
 from portable.ranks.oom_kills import killed_since, oom_kills
+from portable.ranks.open_files import prepare_open_files
 from portable.ranks.slurm import first_host, rank_variables
 from portable.temporary_folder import scratch_folder
+from tests.ranks import RankPool
 
 STANDS_STILL = """
 import sys, time
@@ -52,6 +63,48 @@ def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
     assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:8\)", line)
     stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
     assert "line 8 in a_step_that_never_ends" in stacks
+
+
+def join_attempt(store: Any, rank: int, world_size: int) -> str:
+    return agree_on_attempt(store, rank, world_size, datetime.timedelta(seconds=20))
+
+
+def test_ranks_agree_on_an_attempt_that_no_earlier_one_had() -> None:
+    """In a store that outlives the attempts, of which the second begins before one of its ranks is there."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(3) as pool:
+        names = []
+        for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+            attempts = []
+            for rank in order:
+                attempts.append(pool.submit(join_attempt, store, rank, 3))
+                time.sleep(0.05)
+            names.append({attempt.result() for attempt in attempts})
+    assert [len(name) for name in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+
+
+def sums_of_ranks(ring_ranks: int) -> list[list[float]]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_RING_RANKS", ring_ranks)
+        return [sum_over_ranks([rank, 1]), sum_over_ranks([0.5]), [any_rank(rank == 4), any_rank(False)]]
+
+
+@pytest.mark.parametrize("ring_ranks", [0, 64], ids=["tree", "ring"])
+def test_sums_of_any_number_of_ranks(ring_ranks: int, ranks: RankPool) -> None:
+    assert ranks.run(5, sums_of_ranks, ring_ranks) == [[10, 5], [2.5], [True, False]]
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(256, 1024)]
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    prepare_open_files(100)
+    assert limits[-1] == (1024, 1024)
+    with pytest.raises(UserError, match=r"RLIMIT_NOFILE: 1024 ranks need up to 4352 .* hard limit is 1024"):
+        prepare_open_files(1024)
 
 
 def put(path: Path, text: str) -> None:

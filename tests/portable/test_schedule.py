@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoConfig, get_scheduler
 
 from portable.batch_plan import plan_batches, total_steps
 from portable.config import RunConfig, load_config
+from portable.data.samples.loader import rank_positions
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.build import AUTO_CLASSES
@@ -196,9 +198,27 @@ def test_the_default_micro_batch_follows_the_world(
     assert plan.micro_batch_size * plan.accumulation_steps * world == total
 
 
+@pytest.mark.parametrize(("micro", "size", "accumulation"), [(None, 3, 1), (1, 1, 3), (2, 2, 2)])
+def test_ranks_that_do_not_divide_the_batch_take_its_sequences_once(
+    micro: int | None, size: int, accumulation: int
+) -> None:
+    config = batches() if micro is None else batches(micro_batch_size=micro)
+    taken: list[int] = []
+    for rank in range(3):
+        plan = plan_batches(config, world_size=3, rank=rank)
+        assert (plan.micro_batch_size, plan.accumulation_steps) == (size, accumulation)
+        loader = rank_positions(
+            position=16, global_batch_size=8, micro_batch_size=size, rank=rank, world_size=3
+        )
+        for positions, trained in islice(loader, accumulation):
+            assert len(positions) == size
+            taken += positions[:trained]
+    assert taken == list(range(16, 24))
+
+
 def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
-    with pytest.raises(UserError, match=r"8 sequences cannot be divided among 3 ranks; set it to 6 or 9"):
-        plan_batches(batches(), world_size=3, rank=0)
+    with pytest.raises(UserError, match=r"8 sequences cannot be divided among 9 ranks; set it to 9"):
+        plan_batches(batches(), world_size=9, rank=0)
     with pytest.raises(UserError, match=r"4 does not divide the 2 sequences .*; use 2 or another divisor"):
         plan_batches(batches(micro_batch_size=4), world_size=4, rank=0)
 

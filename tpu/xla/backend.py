@@ -14,7 +14,7 @@ from portable.backend import Diagnostics, host_memory
 from portable.errors import require
 from portable.formatting import human_count
 from portable.paths import default_cache_dir
-from portable.ranks.collectives import any_rank, gather_text
+from portable.ranks.collectives import any_rank, gather_text, sum_over_ranks
 from portable.terminal import tell
 from tpu import device_specs as devices
 from tpu.xla import graphs, runtime
@@ -54,6 +54,7 @@ class XlaBackend:
         self.device = torch.device("xla:0")
         self.diagnostics: Diagnostics = TpuDiagnostics()
         self._layout: Layout  # set by prepare
+        self._stop_requested = False
         count_on_device()
         draw_by_position()
 
@@ -115,13 +116,17 @@ class XlaBackend:
     def place(self, batch: Batch) -> Batch:
         return {name: self._layout.place_batch(tensor) for name, tensor in batch.items()}
 
-    def total(self, count: float) -> Tensor:
+    def total(self, count: float, *, stop: bool = False) -> Tensor:
         if self.world_size > 1:
-            summed = torch.tensor(count)
-            dist.all_reduce(summed)
+            # Over the hosts: a value that the devices sum could be read only once they have taken the step.
+            total, stops = sum_over_ranks([count, stop])
+            self._stop_requested = stops > 0
             # Hosts that share sequences have counted the same ones.
-            count = type(count)(summed.item() / max(1, self._layout.sequence // self.devices_per_rank))
+            count = type(count)(total / max(1, self._layout.sequence // self.devices_per_rank))
         return self._layout.whole(torch.tensor(count))
+
+    def stop_requested(self, here: bool) -> bool:
+        return self._stop_requested if self.world_size > 1 else here
 
     def sum(self, value: Tensor) -> Tensor:
         return value  # SPMD sums over all devices already

@@ -28,44 +28,47 @@ from portable.data.samples.base import (
     Samples,
     count_text_tokens,
 )
+from portable.data.samples.order import accumulation_steps, first_of_rank
 from portable.errors import RunError, UserError
 from portable.private import of_torch
 
 _PRELOAD = "portable.ranks.forkserver_preload"
 _AHEAD = 4  # prefetched micro-batches
 Places = list[tuple[int, int]]
-"""Epoch and number of each sample of a batch."""
+"""Epoch and number of each sample of a batch. A row of sample ``i`` without labels has the number ``~i``."""
 
 
 def rank_positions(
     *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
-) -> Iterator[list[int]]:
-    """Yield the sample positions of this rank's micro-batches, without end.
+) -> Iterator[tuple[list[int], int]]:
+    """Iterate over the sample positions of this rank's micro-batches, without end.
 
     Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run. Of these, rank *r* of *W*
-    takes the range ``[r*G/W, (r+1)*G/W)`` in order, one micro-batch at a time.
+    takes the range from ``r*G // W`` to ``(r+1)*G // W`` in order, one micro-batch at a time. All ranks have
+    the same number of micro-batches, of the same size. If the global batch does not divide, the last
+    micro-batches of a rank are filled up with its last sample.
+
+    Yields:
+        The positions, and how many of them are samples of the step. The others are not trained on.
 
     Raises:
-        UserError: if the sizes do not divide.
+        UserError: If there are more ranks than samples in a global batch.
     """
-    if global_batch_size % world_size:
+    if global_batch_size < world_size:
         raise UserError(
-            f"train.global_batch_size: {global_batch_size} is not divisible by {world_size} ranks; "
-            f"use a multiple of {world_size}"
+            f"train.global_batch_size: {global_batch_size} samples cannot be divided among {world_size} "
+            f"ranks; set train.global_batch_size: {world_size}, or use fewer ranks"
         )
-    share = global_batch_size // world_size
-    if share % micro_batch_size:
-        raise UserError(
-            f"train.micro_batch_size: {micro_batch_size} does not divide the {share} samples per rank "
-            f"and step (train.global_batch_size {global_batch_size} on {world_size} ranks); "
-            f"use a divisor of {share}"
-        )
+    first, end = (first_of_rank(global_batch_size, number, world_size) for number in (rank, rank + 1))
+    padded = micro_batch_size * accumulation_steps(global_batch_size, micro_batch_size, world_size)
 
-    def positions() -> Iterator[list[int]]:
-        start = position + rank * share
+    def positions() -> Iterator[tuple[list[int], int]]:
+        start = position
         while True:
-            for first in range(start, start + share, micro_batch_size):
-                yield list(range(first, first + micro_batch_size))
+            for begin in range(start + first, start + first + padded, micro_batch_size):
+                micro_batch = range(begin, begin + micro_batch_size)
+                last = start + end - 1
+                yield [min(number, last) for number in micro_batch], sum(n <= last for n in micro_batch)
             start += global_batch_size
 
     return positions()
@@ -101,9 +104,9 @@ class TrainLoader:
 
     @property
     def micro_batches_per_step(self) -> int:
-        return self.global_batch_size // self.world_size // self.micro_batch_size
+        return accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
-    def _positions(self) -> Iterator[list[int]]:
+    def _positions(self) -> Iterator[tuple[list[int], int]]:
         return rank_positions(
             position=self.position,
             global_batch_size=self.global_batch_size,
@@ -112,9 +115,12 @@ class TrainLoader:
             world_size=self.world_size,
         )
 
+    def _locate(self, positions: list[int], trained: int) -> Places:
+        places = [self.dataset.locate(position, self.seed) for position in positions]
+        return places[:trained] + [(epoch, ~index) for epoch, index in places[trained:]]
+
     def __iter__(self) -> BatchIterator:
-        locate, seed = self.dataset.locate, self.seed
-        places = ([locate(position, seed) for position in batch] for batch in self._positions())
+        places = (self._locate(positions, trained) for positions, trained in self._positions())
         batch = partial(fetch, self.dataset, part=self.part)
         return BatchIterator(batch, places, self.num_workers, self.pin_memory)
 
@@ -134,15 +140,25 @@ class EvalLoader:
     world_size: int = 1
     part: tuple[int, int] = (0, 1)
     pin_memory: bool = False
+    most: int | None = None
+    """Number of samples to stop after. None for all."""
+
+    @property
+    def _count(self) -> int:
+        return len(self.dataset) if self.most is None else min(self.most, len(self.dataset))
 
     def __len__(self) -> int:
         """Batches per rank."""
-        return -(-len(self.dataset) // (self.batch_size * self.world_size))
+        return -(-self._count // (self.batch_size * self.world_size))
 
     def __iter__(self) -> BatchIterator:
         starts = ((number * self.world_size + self.rank) * self.batch_size for number in range(len(self)))
         places = (
-            [(EVAL_EPOCH, index) for index in range(start, start + self.batch_size)] for start in starts
+            [
+                (EVAL_EPOCH, index if index < self._count else ~0)
+                for index in range(start, start + self.batch_size)
+            ]
+            for start in starts
         )
         batch = partial(fetch, self.dataset, part=self.part)
         return BatchIterator(batch, places, 0, self.pin_memory)
@@ -155,9 +171,10 @@ EVAL_EPOCH = (1 << 63) - 1
 def fetch(dataset: Samples, places: Places, *, part: tuple[int, int] = (0, 1)) -> Batch:
     """Fetch a batch, or a part of its samples. Places beyond the end become rows without valid labels."""
     count = len(dataset)
-    batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in places])
+    samples = [(epoch, index if index >= 0 else ~index) for epoch, index in places]
+    batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in samples])
     for row, (_, index) in enumerate(places):
-        if index >= count:
+        if not 0 <= index < count:
             batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
     return part_of(batch, part)
 

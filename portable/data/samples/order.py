@@ -106,3 +106,14 @@ def locate(position: int, n: int, seed: int) -> tuple[int, int]:
 def seed_of(name: str, seed: int) -> int:
     """The seed of a source, which no other source shares and no change of the list alters."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
+
+
+def first_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
+    """Return the first sample of a rank within the global batch. Shares of ranks differ by at most one."""
+    return rank * global_batch_size // world_size
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """Return the number of micro-batches per step, which is the same on all ranks."""
+    largest_share = -(-global_batch_size // world_size)
+    return -(-largest_share // micro_batch_size)

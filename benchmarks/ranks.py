@@ -1,0 +1,278 @@
+"""Behavior of many gloo ranks on one machine: messages of a step, the death of a rank, fewer ranks.
+
+``python -m benchmarks.ranks --ranks 24`` first counts the TCP segments that all ranks send for the number
+of tokens and the stop request of a step, as :mod:`portable.loop` exchanges them and as it did before, with
+a second all-reduce on the hosts. Then it trains a tiny model on ``--ranks`` ranks that were started with
+environment variables only, kills one of them after a checkpoint, and measures how long the others run on.
+It resumes the run on ``--fewer`` ranks and compares all losses with those of one rank. Every rank is a fork
+of one process that has imported torch, because imports would take longer than all the rest. ``unshare
+--net`` keeps other programs out of the count. Exits with 1 if a rank runs on for more than ``--seconds``,
+or a loss differs by more than rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.harness import SMALL_MODEL
+from portable.reporting.metrics import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.process import BaseProcess
+
+STEPS_AFTER = 10  # that the run takes after the death
+CALLS = 100
+TOLERANCE = 1e-5
+PRELOADED = ("portable.run.rank", "portable.engines.backend", "torch.distributed.checkpoint", "torch._dynamo")
+
+
+def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
+    """Start processes with the variables that plain scripts set for torch.distributed."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    variables = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = []
+    for rank in range(ranks):
+        of_rank = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(context.Process(target=run_as_rank, args=(of_rank, function, arguments)))
+        processes[-1].start()
+    return processes
+
+
+def run_as_rank(variables: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Call a function in a process that is a rank."""
+    os.environ.update(variables)
+    import torch
+
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+# -- messages ----------------------------------------------------------------------------------------------
+
+
+def count_segments() -> int:
+    """Return the number of TCP segments that were sent in this network namespace."""
+    names, values = (
+        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line
+    )
+    return int(dict(zip(names, values, strict=True))["OutSegs"])
+
+
+def measure_messages(path: Path, lazy: bool) -> None:
+    """Count segments per call on this rank's machine, and write them to ``path`` on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from portable.ranks.collectives import any_rank, background_group
+    from portable.registry import create_backend
+
+    if lazy:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    backend = create_backend("cpu")
+    backend.start()
+    background_group()
+    flag = torch.zeros((), dtype=torch.int32)
+
+    def exchange_now() -> None:
+        backend.total(7, stop=False)
+        backend.stop_requested(False)
+
+    def exchange_before() -> None:
+        backend.total(7)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+    def ask_all() -> None:
+        any_rank(False)
+
+    rows: dict[str, float] = {}
+    for name, call in (("before", exchange_before), ("now", exchange_now), ("any", ask_all)):
+        for _ in range(10):
+            call()
+        any_rank(False)
+        before, begun = count_segments(), time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        rows[f"{name}_us"] = (time.perf_counter() - begun) / CALLS * 1e6
+        rows[name] = (count_segments() - before) / CALLS
+        any_rank(False)
+    rows["sockets"] = sum(
+        str(entry.readlink()).startswith("socket:")
+        for entry in Path("/proc/self/fd").iterdir()
+        if entry.is_symlink()
+    )
+    if backend.rank == 0:
+        path.write_text(json.dumps(rows))
+    any_rank(False)
+    os._exit(0)  # without destroying the process groups, which waits for gloo's threads
+
+
+def print_messages(sizes: Sequence[int], folder: Path) -> None:
+    """Print the table of messages."""
+    print(
+        "ranks  segments a step before, now  microseconds before, now  any: segments, us  sockets: mesh, lazy"
+    )
+    for size in sizes:
+        rows = []
+        for lazy in (False, True):
+            path = folder / f"{size}.{lazy}.json"
+            for process in start_ranks(size, measure_messages, path, lazy):
+                process.join()
+            rows.append(json.loads(path.read_text()))
+        mesh, r = rows
+        print(
+            f"{size:5}  {r['before']:.0f}, {r['now']:.0f}  {r['before_us']:.0f}, {r['now_us']:.0f}  "
+            f"{r['any']:.0f}, {r['any_us']:.0f}  {mesh['sockets']}, {r['sockets']}",
+            flush=True,
+        )
+
+
+# -- death and resume --------------------------------------------------------------------------------------
+
+
+def wait_for(processes: Sequence[BaseProcess]) -> set[int | None]:
+    """Wait for processes and return their exit codes."""
+    for process in processes:
+        process.join()
+    return {process.exitcode for process in processes}
+
+
+def train(arguments: Sequence[str], errors: Path) -> None:
+    """Run ``portable-train`` as a rank of another launcher."""
+    sys.stderr.flush()
+    os.dup2(os.open(errors / f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    from portable.cli import program
+
+    sys.argv = ["portable-train", *arguments]
+    os._exit(program())
+
+
+def config_flags(folder: Path, data: Path, stop_after: int | None, batch: int) -> list[str]:
+    """Return the flags of the tiny run."""
+    model = json.dumps(SMALL_MODEL | {"max_position_embeddings": 64})
+    values: dict[str, Any] = {
+        "output_dir": folder,
+        "backend": "cpu",
+        "model.config": model,
+        "data.source": data,
+        "data.seq_len": 32,
+        "data.eval_fraction": 0,
+        "data.cache_dir": data.parent / "cache",
+        "train.steps": 1_000_000,
+        "train.warmup_steps": 2,
+        "train.global_batch_size": batch,
+        "train.eval_every": "null",
+        "strategy": "full_shard",
+        "precision": "fp32",
+        "log.every_steps": 1,
+        "log.sample_tokens": 0,
+        "checkpoint.every_steps": 5,
+        "checkpoint.export": "false",
+    }
+    if stop_after is not None:
+        values["train.stop_after"] = stop_after
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each step."""
+    if not (folder / METRICS_FILE).exists():
+        return {}
+    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+
+
+def kill_one(processes: Sequence[BaseProcess], victim: int, folder: Path) -> dict[int, float]:
+    """Kill a rank after the first checkpoint.
+
+    Returns:
+        Seconds until each of the other ranks ended.
+    """
+    while not list((folder / "checkpoints").glob("step-*")):
+        if any(process.exitcode is not None for process in processes):
+            raise RuntimeError("a rank ended before the first checkpoint")
+        time.sleep(0.2)
+    pid = processes[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    died, ended = time.monotonic(), dict[int, float]()
+    while len(ended) < len(processes) and time.monotonic() - died < 60:
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.exitcode is not None:
+                ended[rank] = time.monotonic() - died
+        time.sleep(0.02)
+    for process in processes:
+        process.kill()
+    return {rank: seconds for rank, seconds in ended.items() if rank != victim}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=24)
+    parser.add_argument("--fewer", type=int, default=16)
+    parser.add_argument("--victim", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=48, help="sequences of a step")
+    parser.add_argument("--seconds", type=float, default=5.0, help="that a rank may run on after a death")
+    parser.add_argument("--messages", type=int, nargs="*", default=[2, 4, 8, 16])
+    options = parser.parse_args(argv)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        print_messages(options.messages, folder)
+        data = folder / "text.txt"
+        data.write_text("".join(f"line {number} of a text to train on\n" for number in range(3000)))
+        run, errors = folder / "run", folder / "errors"
+        errors.mkdir()
+        begun = time.monotonic()
+        ranks = start_ranks(options.ranks, train, config_flags(run, data, None, options.batch), errors)
+        ended = kill_one(ranks, options.victim, run)
+        last = max(ended.values(), default=0.0)
+        print(
+            f"{options.ranks} ranks, rank {options.victim} killed: {len(ended)} others ended after at most "
+            f"{last:.1f} s ({time.monotonic() - begun:.0f} s in all)"
+        )
+        lines = [line for path in sorted(errors.iterdir()) for line in path.read_text().splitlines()]
+        for line in lines:
+            if "error" in line or "Traceback" in line:
+                print(f"  {line}")
+        end = max(read_losses(run)) + STEPS_AFTER
+        flags = config_flags(run, data, end, options.batch)
+        codes = wait_for(start_ranks(options.fewer, train, flags, errors))
+        print(f"resumed on {options.fewer} ranks: exit codes {codes}")
+        truth = folder / "truth"
+        flags = config_flags(truth, data, end, options.batch)
+        codes |= wait_for(start_ranks(1, train, flags, errors))
+        ours, theirs = read_losses(run), read_losses(truth)
+        worst = max((abs(ours[step] / theirs[step] - 1) for step in theirs if step in ours), default=1.0)
+        print(f"{len(ours)} losses, {len(theirs)} of one rank; largest relative difference {worst:.1e}")
+        good = len(ended) == options.ranks - 1 and max(ended.values()) <= options.seconds
+        good = good and codes == {0} and set(ours) == set(theirs) and worst < TOLERANCE
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

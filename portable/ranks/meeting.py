@@ -1,0 +1,68 @@
+"""Store through which the ranks of one attempt meet."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import datetime
+    from typing import Any
+
+_JOIN, _START, _READY = "portable/join", "portable/start", "portable/ready"
+_POLL = 0.1  # seconds between looks of rank 0 for ranks that joined
+
+
+def open_store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
+    """Connect to the store that the launcher's variables name.
+
+    torchrun keeps its store when it restarts the ranks. A rank that comes early would read from it the
+    addresses that the others had before the restart, so each attempt uses a prefix of its own.
+
+    Returns:
+        The store, the rank, and the number of ranks.
+
+    Raises:
+        dist.DistError: If the ranks do not meet within ``timeout``.
+    """
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
+    if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
+        attempt = agree_on_attempt(store, rank, world_size, timeout)
+        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+    return store, rank, world_size
+
+
+def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
+    """Agree on a name of this attempt with the other ranks, in a store that holds keys of earlier attempts.
+
+    ``TORCHELASTIC_RESTART_COUNT`` cannot be that name, because each node counts its own restarts. Rank 0
+    invents a name and answers each rank that joins. A rank joins with a number that it has just drawn, so
+    that it cannot read the answer to an earlier attempt, and rank 0 continues to answer until all ranks have
+    confirmed.
+
+    Raises:
+        dist.DistStoreError: If the ranks do not meet within ``timeout``.
+    """
+    if rank > 0:
+        number = uuid.uuid4().hex
+        store.set(f"{_JOIN}/{rank}", number)
+        store.wait([f"{_START}/{number}"], timeout)
+        attempt: str = store.get(f"{_START}/{number}").decode()
+        store.add(f"{_READY}/{attempt}", 1)
+        return attempt
+    attempt, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    ranks = [f"{_JOIN}/{other}" for other in range(1, world_size)]
+    store.wait(ranks, timeout)
+    answered: set[bytes] = set()
+    while store.add(f"{_READY}/{attempt}", 0) < world_size - 1:
+        for number in set(store.multi_get(ranks)) - answered:
+            store.set(f"{_START}/{number.decode()}", attempt)
+            answered.add(number)
+        if time.monotonic() > end:
+            raise dist.DistStoreError(f"not all {world_size} ranks joined within {timeout}")
+        time.sleep(_POLL)
+    return attempt

@@ -1,0 +1,43 @@
+"""Limit of open files and sockets of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+from portable.errors import UserError
+
+_GROUPS = 2
+"""Process groups of gloo: the default one, and the one of background threads."""
+_OTHERS = 256
+"""Files of the data, libraries and checkpoints, and pipes of workers."""
+
+
+def prepare_open_files(world_size: int) -> None:
+    """Raise the soft limit of open files to the hard limit, and connect ranks only when they communicate.
+
+    Raises:
+        UserError: If the hard limit is too low for the number of ranks.
+    """
+    # Otherwise, each process group of gloo connects every rank to every other.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems refuse their own hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count_open_files(world_size)
+    if limit != resource.RLIM_INFINITY and limit < needed and world_size > 1:
+        raise UserError(
+            f"RLIMIT_NOFILE: {world_size} ranks need up to {needed} open files and sockets per process, but "
+            f"the hard limit is {limit}; raise it on every node (root: ulimit -Hn {needed}; systemd: "
+            f"LimitNOFILE={needed}; docker run --ulimit nofile={needed}), or use fewer ranks"
+        )
+
+
+def count_open_files(world_size: int) -> int:
+    """Return how many files and sockets rank 0 may have open, which has the most of all ranks.
+
+    Rank 0 has a connection to each rank in each process group, in the store and for the failure of ranks.
+    """
+    return (_GROUPS + 2) * world_size + _OTHERS
