@@ -1,7 +1,8 @@
-"""What ``train.loss`` names: a loss of the user's or a built-in variant, checked."""
+"""Losses that ``train.loss`` names: the contract of a custom loss, its checks, and the built-in variants."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -30,8 +31,6 @@ _MOST_LOGITS = 2**26
 Statistic = Literal["log_probs", "log_z", "mean_logits"]
 STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")
 LOGITS = "logits"
-WEIGHT = "weight"
-"""The first number beside a loss of the user's: the weights that it returned, over those that it declares."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +129,13 @@ class TrainingLoss:
         self.reference = reference if isinstance(reference, str) and reference != "adapter" else None
         self.whole: bool = getattr(loss, "whole", False)
         self.dropout: bool = getattr(loss, "dropout", True)
-        self._names: tuple[str, ...] = ()
-        self._looked_at = False
+        self._is_checked = False
         from portable.model.loss_by_source import BySource
 
         self._by_source = BySource(sources, losses="log_probs" in self.needs)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the numbers beside the loss: ``weight`` first. Known after the first call."""
-        return (*self._names, *self._by_source.names) if self._names else ()
-
     def weight(self, batch: Batch) -> float:
-        """What a micro-batch weighs, on the host."""
+        """Compute the weight of a micro-batch in the mean, on the host."""
         if self._weight is None:
             return count_valid(batch["labels"])
         with plugins.user_code_errors(self.key):
@@ -151,22 +144,23 @@ class TrainingLoss:
             raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
         return weight
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss, and the numbers beside it, as scalars.
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Compute the loss of a micro-batch. The first training micro-batch also checks what it returns.
 
-        What the loss returns is looked at once: at the first micro-batch that is trained on.
+        Returns:
+            The summed loss, the returned weight, and the sums to log by name, as fp32 scalars. The sums are
+            sorted by name, because all ranks must have the same order.
         """
         with plugins.user_code_errors(self.key):
-            value: Any = (self._loss if self._looked_at else self._first)(outputs, batch)
-            total, weight, *more = value
-            found = {WEIGHT: weight, **(more[0] if more else {})}
-            self._names = self._names or tuple(found)
-            numbers = {name: found[name] for name in self._names} | self._by_source(outputs, batch)
+            value: Any = (self._loss if self._is_checked else self._call_and_check)(outputs, batch)
+            total, weight, *metrics = value
+            sums = {**dict(sorted(metrics[0].items() if metrics else ())), **self._by_source(outputs, batch)}
             device = batch["labels"].device
-            return total.float(), {name: _scalar(one, device) for name, one in numbers.items()}
+            scalars = {name: _scalar(value, device) for name, value in sums.items()}
+            return total.float(), _scalar(weight, device), scalars
 
-    def _first(self, outputs: Outputs, batch: Batch) -> Any:
-        """What the loss returns, looked at; for the training, with a sync with the device."""
+    def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
+        """Call the loss and check the result. In training, this syncs the host with the device."""
         from portable.model.whole_values import WholeValues
 
         before = [(name, one, of_torch.changes(one)) for name, one in batch.items()]
@@ -181,12 +175,12 @@ class TrainingLoss:
         if torch.is_grad_enabled():
             self._check_backward(outputs, batch, value[0])
             self._check_sum(outputs, batch, value[0])
-            self._looked_at = True
+            self._is_checked = True
         return value
 
-    def named(self, numbers: dict[str, float]) -> dict[str, float]:
-        """The means of a step, as they are logged."""
-        return self._by_source.named(numbers)
+    def name_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the values that a step logs, from the means over the step."""
+        return self._by_source.named(means)
 
     def unequal(self, share: float) -> str:
         """What to say if the weights that it returned are ``share`` times those that it declared."""
@@ -288,7 +282,7 @@ def _mistake(value: Any, device: torch.device) -> str | None:
     total, weight, more = value if len(value) == 3 else (*value, {})
     if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
         return f"the third value is no mapping of names to sums: {more!r:.60}"
-    for name, one in {"the sum": total, WEIGHT: weight, **more}.items():
+    for name, one in {"the sum": total, "weight": weight, **more}.items():
         if (shape := tuple(getattr(one, "shape", ()))) != ():
             return f"{name} has shape {list(shape)}, but is one number a micro-batch; add it up with .sum()"
         if not isinstance(one, torch.Tensor | float | int):
@@ -322,8 +316,10 @@ def _rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
         return value[part] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
 
     own = outputs.model
-    if isinstance(own, dict):  # a ModelOutput
-        own = type(own)(**{name: cut(value) for name, value in own.items()})
+    if isinstance(own, dict):  # a ModelOutput, to which a custom model may have added entries
+        own = copy.copy(own)
+        for name, value in outputs.model.items():
+            own[name] = cut(value)
     tensors = {name: cut(value) for name, value in vars(outputs).items() if name != "model"}
     return Outputs(**tensors, model=own)
 

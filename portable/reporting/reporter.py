@@ -125,10 +125,9 @@ class Reporter(Callback):
             return
         run.health.check(run)
         result = run.result
-        extra = [] if result.numbers is None else [result.numbers]
-        loss, grad_norm, *numbers = self._backend.read([result.loss, result.grad_norm, *extra])
+        loss, grad_norm, *metrics = self._backend.read([result.loss, result.grad_norm, result.metrics])
         of_step = {"loss": loss, "grad_norm": grad_norm, "learning_rate": result.learning_rate}
-        of_loss = run.engine.objective.named(numbers)
+        of_loss = run.engine.objective.name_metrics(dict(zip(result.metric_names, metrics, strict=True)))
         run.call("on_log", {**of_step, **of_loss})
         samples_per_second = self._throughput.window()
         of_data = {"data_wait": self._waited(), **self._data.progress(run.samples)}

@@ -204,8 +204,7 @@ def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list
     with opened(config) as trial:
         results = [trial.step() for _ in range(4)]
         losses = trial.backend.read([result.loss for result in results])
-        assert results[-1].numbers is not None
-        numbers = trial.engine.objective.named(trial.backend.read([results[-1].numbers]))
+        numbers = trial.read_metrics(results[-1])
         return losses, numbers, [name for name, _ in trial.engine.model.named_parameters()]
 
 
