@@ -123,10 +123,6 @@ class Callback:
 
     # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
 
-    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Wrap the batch iterator used for training or evaluation."""
-        return batches
-
     def skipped(self, run: Run, count: int, message: str) -> None:
         """Handle skipped optimizer updates.
 
@@ -144,10 +140,6 @@ class Callback:
 
     def close(self) -> None:
         """Release resources at the end of a launch, even if the launch failed."""
-
-    def call(self, method: str, run: Run, *values: Any) -> None:
-        """Invoke the hook named ``method`` with ``run`` and ``values``."""
-        getattr(self, method)(run, *values)
 
 
 def train_step(
@@ -187,8 +179,7 @@ def train_step(
     shares = []
     for index, batch in enumerate(batches):
         backend.seed(plan.dropout_seed(first_sample, index))
-        last = index == plan.accumulation_steps - 1
-        placed = backend.place(batch)
+        placed, last = backend.place(batch), index == len(batches) - 1
         shares.append(engine.accumulate(placed, valid, last=last, with_token_metrics=with_token_metrics))
     step_sums = add_micro_batches(shares)
     values = backend.sum(step_sums.values)
@@ -251,7 +242,7 @@ def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> boo
     """
     run.call("on_start")
     signals.install()
-    batches = iter(run.over(micro_batches))
+    batches = run.watch_batches(micro_batches)
     for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs):
         run.result = result
         run.stopped = run.backend.any(signals.requested)

@@ -158,6 +158,24 @@ def list_transforms(model: nn.Module, config: RunConfig) -> list[Transform]:
     return [transform for transform in TRANSFORMS if transform.is_needed(checked, config)]
 
 
+def describe_transforms(model: PreTrainedModel, config: RunConfig) -> list[str]:
+    """Describe what a run changes in its model, for ``--dry-run``.
+
+    Args:
+        model: The transformers model with its adapter, on the meta device.
+        config: Config of the run.
+
+    Returns:
+        Names in the order of application: of what building the model has changed, and of its transforms.
+    """
+    built = {
+        "frozen parameters": any(not parameter.requires_grad for parameter in model.parameters()),
+        "adapter": config.adapter.type is not None,
+    }
+    names = [name for name, applies in built.items() if applies]
+    return names + [transform.name for transform in list_transforms(model, config)]
+
+
 def apply_transforms(
     model: nn.Module, config: RunConfig, at_stop: ExitStack, *, recompute_inputs_on_host: bool = False
 ) -> None:

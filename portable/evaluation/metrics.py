@@ -16,8 +16,7 @@ import torch
 
 from portable import plugins
 from portable.errors import UserError
-from portable.model.loss import OF_LOSS
-from portable.model.training_loss import count_valid
+from portable.model.loss import OF_LOSS, count_valid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -31,7 +31,7 @@ from portable.model.document_attention import keep_documents_apart
 from portable.model.forward import ForwardWrapper
 from portable.model.parameters import adapted
 from portable.model.rotations import rotate_by_text
-from portable.model.training_loss import IGNORED, LOGITS, STATISTICS, Outputs, count_valid
+from portable.model.training_loss import IGNORED, LOGITS, STATISTICS, Outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -65,6 +65,12 @@ class PrecomputePass(MetricAccumulator):
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
+
+
+def count_valid(labels: Tensor) -> int:
+    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
+    valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+    return int(torch.count_nonzero(valid))
 
 
 # -- results -----------------------------------------------------------------------------------------------
@@ -440,15 +446,16 @@ class Objective:
 
     def weight(self, batch: Batch) -> float:
         """Compute the weight of a micro-batch on the host: its number of labels, or a custom weight."""
-        loss = self._custom_loss
+        loss, labels = self._custom_loss, batch["labels"]
         if loss is None:
-            return count_valid(batch["labels"])
-        if not self._is_checked and (self._compiles or len(batch["labels"]) < 2):
+            return count_valid(labels)
+        if not self._is_checked and (self._compiles or len(labels) < 2):
             config = self._model.config
-            is_class = batch["labels"].dim() == 1
+            is_class = labels.dim() == 1
             loss.check_on_host(batch, config.num_labels if is_class else config.get_text_config().vocab_size)
             self._is_checked = True
-        return loss.weight(batch)
+        weight = loss.weight(batch)
+        return count_valid(labels) if weight is None else weight
 
     @property
     def _compiles(self) -> bool:

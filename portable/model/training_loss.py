@@ -134,10 +134,10 @@ class TrainingLoss:
 
         self._by_source = BySource(sources, losses="log_probs" in self.needs)
 
-    def weight(self, batch: Batch) -> float:
-        """Compute the weight of a micro-batch in the mean, on the host."""
+    def weight(self, batch: Batch) -> float | None:
+        """Compute the weight of a micro-batch on the host. None if it is the number of labels."""
         if self._weight is None:
-            return count_valid(batch["labels"])
+            return None
         with plugins.user_code_errors(self.key):
             weight = float(self._weight(batch))
         if not (math.isfinite(weight) and weight >= 0):
@@ -148,13 +148,12 @@ class TrainingLoss:
         """Compute the loss of a micro-batch. The first training micro-batch also checks what it returns.
 
         Returns:
-            The summed loss, the returned weight, and the sums to log by name, as fp32 scalars. The sums are
-            sorted by name, because all ranks must have the same order.
+            The summed loss, the returned weight, and the sums to log by name, as fp32 scalars.
         """
         with plugins.user_code_errors(self.key):
             value: Any = (self._loss if self._is_checked else self._call_and_check)(outputs, batch)
             total, weight, *metrics = value
-            sums = {**dict(sorted(metrics[0].items() if metrics else ())), **self._by_source(outputs, batch)}
+            sums = {**(metrics[0] if metrics else {}), **self._by_source(outputs, batch)}
             device = batch["labels"].device
             scalars = {name: _scalar(value, device) for name, value in sums.items()}
             return total.float(), _scalar(weight, device), scalars
@@ -387,10 +386,3 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
     if getattr(loss, "whole", False) and config.data.packing and kind != "auto":
         raise UserError(f"{key}: needs whole sequences; set data.packing to false")
     return TrainingLoss(key, loss, in_evaluation=train.loss is not None, sources=sources)
-
-
-def count_valid(labels: Tensor) -> int:
-    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
-    if labels.is_floating_point():
-        return int(torch.count_nonzero(~labels.isnan()))
-    return int(torch.count_nonzero(labels != IGNORED))

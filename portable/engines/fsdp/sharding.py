@@ -216,7 +216,12 @@ def _show_values(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callab
 
     Of a dataclass, as models return it, torch 2.15 sees the fields, and not the keys that were added to it.
     """
-    return list(output.values()) if isinstance(output, dict) else output, lambda: output
+    return _list_values(output), lambda: output
+
+
+def _list_values(output: Any) -> Any:
+    """Replace the mappings in the output of a model by lists of their values."""
+    return [_list_values(value) for value in output.values()] if isinstance(output, dict) else output
 
 
 def _take_output(module: nn.Module, args: Any, shown: tuple[Any, Callable[[], Any]]) -> Any:
