@@ -74,7 +74,7 @@ class Opened:
         return result
 
     def read_metrics(self, result: StepResult) -> dict[str, float]:
-        """Read the values that a step logs besides its loss."""
+        """Read the values that a step logs in addition to its loss."""
         values = zip(result.metric_names, self.backend.read([result.metrics]), strict=True)
         metrics: dict[str, float] = self.engine.objective.name_metrics(dict(values))
         return metrics

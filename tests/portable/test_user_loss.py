@@ -209,6 +209,8 @@ class Odd:
                 return total.detach(), weight
             case "in place":
                 batch["labels"].fill_(0)
+            case "names":
+                return total, weight, {f"{float(total):.6g}": total}
         return total, weight
 
 
@@ -229,6 +231,10 @@ ODD = {
     ("name", "told"),
     [
         *((f"Odd(kind={kind!r})", rf"Odd.*: .*{told}") for kind, told in ODD.items()),
+        (
+            "Odd(kind='names')",
+            r"logs \S+, .* for one micro-batch and \S+, .* for another; return the same names",
+        ),
         ("focl", r"has no focl; did you mean Focal"),
     ],
 )
