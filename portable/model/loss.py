@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch
+    from portable.data.samples.base import Batch
     from portable.model.chunked_loss import ChunkedHead
     from portable.model.forward import Model
     from portable.model.training_loss import TrainingLoss

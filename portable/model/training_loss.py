@@ -18,13 +18,14 @@ import torch
 from portable import plugins
 from portable.config.sources import training_names
 from portable.errors import UserError, one_line
+from portable.model.loss_by_source import LossBySource
 from portable.private import of_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from portable.backend import Batch
     from portable.config import RunConfig
+    from portable.data.samples.base import Batch
 
 IGNORED = -100
 _MOST_LOGITS = 2**26
@@ -130,9 +131,7 @@ class TrainingLoss:
         self.whole: bool = getattr(loss, "whole", False)
         self.dropout: bool = getattr(loss, "dropout", True)
         self._is_checked = False
-        from portable.model.loss_by_source import BySource
-
-        self._by_source = BySource(sources, losses="log_probs" in self.needs)
+        self._by_source = LossBySource(sources, with_losses="log_probs" in self.needs)
 
     def weight(self, batch: Batch) -> float | None:
         """Compute the weight of a micro-batch on the host. None if it is the number of labels."""
@@ -153,7 +152,10 @@ class TrainingLoss:
         with plugins.user_code_errors(self.key):
             value: Any = (self._loss if self._is_checked else self._call_and_check)(outputs, batch)
             total, weight, *metrics = value
-            sums = {**(metrics[0] if metrics else {}), **self._by_source(outputs, batch)}
+            sums = {
+                **(metrics[0] if metrics else {}),
+                **self._by_source.compute_sums(outputs.log_probs, batch),
+            }
             device = batch["labels"].device
             scalars = {name: _scalar(value, device) for name, value in sums.items()}
             return total.float(), _scalar(weight, device), scalars
@@ -179,7 +181,7 @@ class TrainingLoss:
 
     def name_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Return the values that a step logs, from the means over the step."""
-        return self._by_source.named(means)
+        return self._by_source.name_metrics(means)
 
     def unequal(self, share: float) -> str:
         """What to say if the weights that it returned are ``share`` times those that it declared."""
