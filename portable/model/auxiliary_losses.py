@@ -87,9 +87,11 @@ class AuxiliaryLosses:
         if not self.include_router_loss or "document_lengths" not in inputs:
             return nullcontext()
         functions = of_transformers.module_of(self._model)
-        compute_loss = functions.get(ROUTER_LOSS)
-        signature = None if compute_loss is None else inspect.signature(compute_loss)
-        if signature is None or "attention_mask" not in signature.parameters:
+        if ROUTER_LOSS not in functions:
+            return nullcontext()
+        compute_loss = functions[ROUTER_LOSS]
+        signature = inspect.signature(compute_loss)
+        if "attention_mask" not in signature.parameters:
             return nullcontext()
         # Padding has position 0, and a document has at least two positions.
         is_later = inputs["position_ids"] > 0
