@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 from contextlib import contextmanager
-from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,6 @@ def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
             setattr(module, name, function)
 
 
-@cache  # because a pass enters the context without importing
 @_transformers.needed_for("training")
 def _find_masking_module() -> Any:
     """Import ``transformers.masking_utils``, and check that it has the functions that are replaced."""

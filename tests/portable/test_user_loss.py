@@ -233,7 +233,7 @@ ODD = {
         *((f"Odd(kind={kind!r})", rf"Odd.*: .*{told}") for kind, told in ODD.items()),
         (
             "Odd(kind='names')",
-            r"logs \S+, .* for one micro-batch and \S+, .* for another; return the same names",
+            r"logs .* for one micro-batch and .* for another; return the same names",
         ),
         ("focl", r"has no focl; did you mean Focal"),
     ],
