@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from portable.config import RunConfig
-    from portable.model.loss import MetricAccumulator, Objective
+    from portable.model.loss import MetricAccumulator, Objective, StepSums
     from portable.model.tensors import ReadableTensor
     from portable.optim.non_finite import Health
 
@@ -89,21 +89,22 @@ class Engine(Protocol):
             A handle to wait for the files.
         """
 
-    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+    def accumulate(
+        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    ) -> StepSums:
         """Run the forward and backward pass of one micro-batch. Does not trigger a host-device sync.
 
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.place`.
-            valid: Number of target tokens in the global batch, or the sum of their weights if ``train.loss``
+            weight: Number of target tokens in the global batch, or the sum of their weights if ``train.loss``
                 uses weights. The summed loss is divided by this device scalar, which comes from
                 :meth:`Backend.total`.
             last: Whether this is the last micro-batch before :meth:`update`, which means that the gradients
                 must be reduced across ranks.
+            with_token_metrics: Whether to also compute token accuracy and entropy.
 
         Returns:
-            This micro-batch's contribution to the global mean loss, an fp32 device scalar. If the loss logs
-            additional values, the shape is ``[1 + numbers]``: the loss, followed by the contribution to each
-            additional value.
+            This micro-batch's contributions to the global mean loss and to the logged values, on the device.
         """
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from portable.evaluation.best_tracker import EvalHistory
+from portable.model.loss import add_micro_batches
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
@@ -41,14 +40,15 @@ class StepResult:
     Attributes:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
-        numbers: Additional values logged by ``train.loss``, shape ``[numbers]``. None if it logs only the
-            loss.
+        metrics: Values that are logged besides the loss, fp32 ``[metrics]``.
+        metric_names: Names of ``metrics``, for :meth:`portable.model.loss.Objective.name_metrics`.
         learning_rate: Learning rate used for the step.
     """
 
     loss: Tensor
     grad_norm: Tensor
-    numbers: Tensor | None = None
+    metrics: Tensor
+    metric_names: tuple[str, ...] = ()
     learning_rate: float = 0.0
 
 
@@ -124,10 +124,6 @@ class Callback:
 
     # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
 
-    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Wrap the batch iterator used for training or evaluation."""
-        return batches
-
     def skipped(self, run: Run, count: int, message: str) -> None:
         """Handle skipped optimizer updates.
 
@@ -145,10 +141,6 @@ class Callback:
 
     def close(self) -> None:
         """Release resources at the end of a launch, even if the launch failed."""
-
-    def call(self, method: str, run: Run, *values: Any) -> None:
-        """Invoke the hook named ``method`` with ``run`` and ``values``."""
-        getattr(self, method)(run, *values)
 
 
 def train_step(
@@ -186,18 +178,17 @@ def train_step(
     Returns:
         The global loss and gradient norm, as device tensors.
     """
-    engine.objective.with_token_metrics = with_token_metrics
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
     valid = backend.total(sum(engine.objective.weight(batch) for batch in batches), stop=stop())
-    losses = []
+    shares = []
     for index, batch in enumerate(batches):
         backend.seed(plan.dropout_seed(first_sample, index))
-        last = index == plan.accumulation_steps - 1
-        losses.append(engine.accumulate(backend.place(batch), valid, last=last))
-    sums = backend.sum(torch.stack(losses).sum(dim=0))
-    loss, numbers = (sums, None) if sums.dim() == 0 else (sums[0], sums[1:])
-    grad_norm = engine.update(learning_rate, max_grad_norm, loss)
-    return StepResult(loss, grad_norm, numbers, learning_rate)
+        placed, last = backend.place(batch), index == len(batches) - 1
+        shares.append(engine.accumulate(placed, valid, last=last, with_token_metrics=with_token_metrics))
+    step_sums = add_micro_batches(shares)
+    values = backend.sum(step_sums.values)
+    grad_norm = engine.update(learning_rate, max_grad_norm, values[0])
+    return StepResult(values[0], grad_norm, values[1:], step_sums.names, learning_rate)
 
 
 def steps(
@@ -258,7 +249,7 @@ def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> boo
     """
     run.call("on_start")
     signals.install()
-    batches = iter(run.over(micro_batches))
+    batches = run.watch_batches(micro_batches)
     requested = signals.is_requested
     for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs, requested):
         run.result = result

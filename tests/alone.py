@@ -22,9 +22,9 @@ import torch
 
 from portable.data.samples.base import pad_rows
 from portable.errors import UserError
-from portable.model.document_attention import DocumentAttention, check_direction, check_documents
+from portable.model.document_attention import check_direction, check_documents, keep_documents_apart
 from portable.model.labels import classifies_last_position
-from portable.model.rotations import check_rotations
+from portable.model.rotations import check_rotations, rotate_by_text
 from portable.private.of_transformers import no_value_checks
 from tests.architectures import COMPOSITE, Pair, auto_class, pairs
 from tests.tiny_models import tiny_config
@@ -168,9 +168,9 @@ def compute_alone(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[tor
 
 
 def _compute_batch(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    attention = DocumentAttention(model)
-    with torch.no_grad(), no_value_checks(), attention.within(batch) as arguments:
-        logits: torch.Tensor = model(**arguments).logits
+    rotate_by_text(keep_documents_apart(model))
+    with torch.no_grad(), no_value_checks():
+        logits: torch.Tensor = model(**batch).logits
     return logits
 
 

@@ -73,6 +73,12 @@ class Opened:
         self.steps += 1
         return result
 
+    def read_metrics(self, result: StepResult) -> dict[str, float]:
+        """Read the values that a step logs in addition to its loss."""
+        values = zip(result.metric_names, self.backend.read([result.metrics]), strict=True)
+        metrics: dict[str, float] = self.engine.objective.name_metrics(dict(values))
+        return metrics
+
 
 def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """A batch of whole packed documents as batches of one document, without padding; others as they are."""

@@ -90,7 +90,7 @@ def _exercise(
         embeddings.register_forward_hook(lambda *call: call[-1] * torch.nan)
         for index in range(run.plan.accumulation_steps):
             last = index == run.plan.accumulation_steps - 1
-            parts.append(engine.accumulate(backend.place(next(trial.batches)), valid, last=last))
+            parts.append(engine.accumulate(backend.place(next(trial.batches)), valid, last=last).values[0])
         engine.update(run.schedule(1), 1.0, backend.sum(torch.stack(parts).sum()))
         skipped = engine.health().skipped_updates
         save(engine, folder / "masked")

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from portable.adapters.assemble import looked_at
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
+from portable.engines.experts import zero_missing_gradients
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard, shard_group_size
 from portable.engines.machine import Machine
 from portable.errors import UserError, one_line
-from portable.model.loss import without_dropout
 from portable.model.parameters import replace_tensors, state_tensors
+from portable.model.regularization import remove_dropout
 from portable.model.shared_layers import COMPARED, check_layers, cut_dims
 from portable.model.tensors import ComputedTensor
 from tests.parity import Beside, loss_and_gradients, off
@@ -170,7 +171,7 @@ def _beside_one(model_type: str) -> str:
         given = tiny_config(model_type.partition(" ")[0], "causal-lm")
         config = AutoConfig.for_model(**{**given, **SWITCHED.get(model_type, {})})
         plain = AutoModelForCausalLM.from_config(config).float().train()  # some compute otherwise then
-        without_dropout(plain)
+        remove_dropout(plain)
         with torch.no_grad():
             for parameter in plain.parameters():  # none at a symmetric point, such as a norm's ones
                 parameter.add_(torch.randn_like(parameter) * 0.03)
@@ -178,6 +179,7 @@ def _beside_one(model_type: str) -> str:
         model = copy.deepcopy(plain)
         replace_tensors(model, lambda _, p: torch.nn.Parameter(p.to("meta")), lambda _, buffer: buffer)
         settings = RunConfig(strategy="full_shard", tensor_parallel_size=2, precision="fp32")
+        zero_missing_gradients(model)
         sharded = shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
         values = state_tensors(plain)
         for name, tensor in state_tensors(model).items():

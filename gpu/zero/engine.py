@@ -24,16 +24,16 @@ from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import step_of_run
 from portable.checkpoint.match_to_model import stored_state
-from portable.engines.compiling import compile_layers
-from portable.engines.experts import called_by_choice, routed, zero_missing_gradients
+from portable.engines.experts import called_by_choice, routed
 from portable.engines.generation import continue_text
 from portable.engines.machine import COMPUTE_DTYPES
+from portable.engines.transforms import apply_transforms, build_objective
 from portable.errors import require
-from portable.model.activation_checkpointing import checkpoint_activations
+from portable.evaluation.totals import add_to_totals
 from portable.model.freezing import frozen_names
 from portable.model.groups import groups_of
 from portable.model.layers import find_repeated_modules
-from portable.model.loss import Objective, added, shares
+from portable.model.loss import divide_by_global_weight, forward_loss
 from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.muon import Muon
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
     from portable.engines.machine import Machine, MeasuredEngine
-    from portable.model.loss import MetricAccumulator
+    from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -99,20 +99,13 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device, at_stop)
-    if config.context_parallel_size > 1:
-        from portable.engines.shared_sequences import share_sequences
-
-        share_sequences(model, config, at_stop)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
     if nvme.in_use(config):
         _make_swap_folder(model, config, machine, at_stop)
-    if config.memory.activation_checkpointing != "none":
-        on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
-        checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
-    if config.compile:
-        compile_layers(model, config)
+    on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
+    apply_transforms(model, config, at_stop, recompute_inputs_on_host=on_host)
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
     groups = groups_of(model, config.train)  # before parameters lose their shapes
@@ -139,7 +132,6 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
             deepspeed.utils.set_z3_leaf_modules(model, list({type(module) for module in leaves}))
         _partition(deepspeed, model, settings, machine.device, compute)
     else:
-        zero_missing_gradients(model)
         materialize(model, machine.device)
     optimizer = zero_optimizer.build(config, document, model, groups)
     with native_stdout_closed():
@@ -205,7 +197,7 @@ class ZeroEngine:
     ) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
-        self.objective = Objective.of(self.model, config)
+        self.objective = build_objective(self.model, config)
         self._settings = config.train
         self._cycle = cycle_of(config.train)
         self._sharded = stage == 3
@@ -232,14 +224,18 @@ class ZeroEngine:
         self._limit = allowed_streak(config.train.on_non_finite)
         self._account = torch.tensor(NEW_COUNTERS)  # on the host: DeepSpeed syncs every step for the norm
 
-    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+    def accumulate(
+        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    ) -> StepSums:
+        """See :class:`portable.backend.Engine`."""
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
-        loss, numbers = self.objective(self._engine, batch, valid)
+        output = forward_loss(self._engine, batch, self.objective, with_token_metrics=with_token_metrics)
+        share = divide_by_global_weight(output, weight, self.objective.global_batch_size)
         # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
-        finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
-        self._engine.backward(loss * (finite * self._averaging), scale_wrt_gas=False)
-        return shares(loss, numbers)
+        finite = torch.where(torch.isfinite(share.loss.detach()), 1.0, torch.nan)
+        self._engine.backward(share.loss * (finite * self._averaging), scale_wrt_gas=False)
+        return share.detach()
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         optimizer = self._engine.optimizer
@@ -295,9 +291,9 @@ class ZeroEngine:
     ) -> dict[str, Tensor]:
         self._partitions.refresh()
         self._engine.eval()
-        sums = self.objective.evaluated(self.model, batch, measure)
+        sums = self.objective.evaluate(self.model, batch, measure)
         self._engine.train()
-        return added(totals, sums)
+        return add_to_totals(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self._partitions.refresh()

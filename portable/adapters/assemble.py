@@ -10,10 +10,10 @@ from portable.data.dataset import inspect_data
 from portable.data.sources.opening import recognise_format
 from portable.errors import MissingDataError
 from portable.model import build as models
+from portable.model.auxiliary_losses import counts_last_tokens
 from portable.model.document_attention import check_direction, check_documents, choose_packing
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
-from portable.model.model_terms import counts_last_tokens
 from portable.model.rotations import check_rotary_layers
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss

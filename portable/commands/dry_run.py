@@ -16,6 +16,7 @@ from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.config import dump_yaml, find_changes
 from portable.config.derived import classify_training, find_training_defaults
 from portable.config.sources import evaluation_names
+from portable.engines.transforms import describe_transforms
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import human_bytes, human_count, table
@@ -164,6 +165,7 @@ def _plan_rows(
         *([] if steps is None else [("warmup", describe_warmup(config, steps))]),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         *_list_changes(config, source),
+        ("model transforms", ", ".join(describe_transforms(model, config))),
         ("beside each step", ", ".join(callback_order(config))),
         *begun,
     ]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from portable.model.auxiliary_losses import ROUTER_LOSS
 from portable.model.document_attention import let_sdpa_take_documents
-from portable.model.model_terms import ROUTER_LOSS
 from portable.model.shareable import a_head_for_each
 from portable.private.of_transformers import attention_functions, attention_kernel, mask_functions, module_of
 

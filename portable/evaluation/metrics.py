@@ -16,8 +16,7 @@ import torch
 
 from portable import plugins
 from portable.errors import UserError
-from portable.model.loss import OF_LOSS
-from portable.model.training_loss import WEIGHT, count_valid
+from portable.model.loss import OF_LOSS, count_valid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,7 +114,7 @@ class MetricSet:
         weight = float(totals[WEIGHTS]) or 1.0
         found: dict[str, Any] = {"loss": float(totals[LOSS]) / weight}
         for name, total in totals.items():  # what train.loss logs
-            if name.startswith(OF_LOSS) and name != f"{OF_LOSS}{WEIGHT}":
+            if name.startswith(OF_LOSS):
                 found[name.removeprefix(OF_LOSS)] = float(total) / weight
         for name, metric in self._metrics.items():
             own = {

@@ -23,10 +23,10 @@ from portable import plugins
 from portable.config.derived import BY_TRAINING, classify_training
 from portable.errors import UserError, one_line, require
 from portable.hub_requests import ask_hub
+from portable.model.auxiliary_losses import adds_router_loss
 from portable.model.config_values import check_config_values, iter_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
-from portable.model.model_terms import adds_router_loss
 from portable.model.on_meta import compute_buffers, parameters_on_meta
 from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.model.reach import find_unreached, mark_unreached

@@ -8,7 +8,6 @@ accumulated in fp32.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -17,13 +16,13 @@ from torch import nn
 from torch.nn import functional
 
 from portable.errors import require
+from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.layers import trial_forward
-from portable.model.model_terms import ModelTerms
 from portable.model.parameters import adapted
 from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -51,13 +50,9 @@ class ChunkedHead(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self._given = tokens
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
-        self._functions: _Functions = (_measured, _to_logits)
+        self._functions: _Functions = (_measure, _to_logits)
         self._labels: Tensor | None = None
-        self._wanted: Sequence[str] = ("losses",)
-        self.with_hits = False
-        """Whether ``hits`` come after what is wanted."""
-        self.gave = False
-        """Whether the last pass gave what is wanted, and not logits."""
+        self._names: tuple[str, ...] = ()
         self.most_parts: int | None = None
         """Compute at most this many chunks, to measure memory; None for all."""
 
@@ -65,38 +60,50 @@ class ChunkedHead(nn.Linear):
         """Compile what follows the head's product: two kernels in place of a dozen passes over the logits.
 
         Args:
-            how: see ``torch.compile``.
+            how: Arguments of ``torch.compile``.
         """
-        measured, to_logits = (torch.compile(function, **how) for function in (_measured, _to_logits))
-        self._functions = (measured, to_logits)
+        measure, to_logits = (torch.compile(function, **how) for function in (_measure, _to_logits))
+        self._functions = (measure, to_logits)
 
     def needs_chunking(self, labels: Tensor) -> bool:
-        """Whether a micro-batch has more than one chunk of tokens."""
+        """Return whether a micro-batch has more than one chunk of tokens."""
         return labels.numel() > self._tokens
 
-    @contextmanager
-    def giving(self, labels: Tensor, wanted: Sequence[str] = ("losses",)) -> Iterator[None]:
-        """Within this context, return what is ``wanted``, fp32 ``[batch, tokens, wanted]``, not logits.
+    def measure(
+        self, forward: Callable[..., Any], inputs: Mapping[str, Any], labels: Tensor, names: Sequence[str]
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Run a forward pass of the model in which the head computes statistics of each token, not logits.
 
-        ``losses`` are the cross-entropies of ``labels``, 0 where there is none; ``log_z`` the log-sum-exp of
-        the logits, ``mean_logits`` their mean, ``predictions`` the most likely token, and ``hits`` 1 where
-        that is the label.
+        Args:
+            forward: The forward method of the model that this head belongs to.
+            inputs: Arguments of ``forward``.
+            labels: Labels, int64 ``[batch, tokens]``.
+            names: Names of the statistics. ``log_probs`` are the log-probabilities of the labels, 0 where
+                there is no label; ``log_z`` the log-sum-exp of the logits, ``mean_logits`` their mean,
+                ``predictions`` the most likely token, and ``hits`` 1 if it is the label.
+
+        Returns:
+            The output of the model, with None for its logits, and the statistics by name, fp32
+            ``[batch, tokens]``.
         """
-        self._labels, self._wanted = labels, (*wanted, *(("hits",) if self.with_hits else ()))
+        self._labels, self._names = labels, tuple(names)
         try:
-            yield
+            output = forward(**inputs)
         finally:
             self._labels = None
+        statistics: Tensor = output.logits  # a model returns there what its head returns
+        assert statistics.shape == (*labels.shape, len(names))
+        output["logits"] = None
+        return output, dict(zip(names, statistics.unbind(dim=-1), strict=True))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is wanted, fp32 ``[batch, tokens, wanted]``, while labels are set; otherwise logits."""
-        self.gave = self._labels is not None
+        """Compute the logits or, during :meth:`measure`, the statistics, fp32 ``[batch, tokens, names]``."""
         if self._labels is None:
             return super().forward(hidden)
-        losses: Tensor
+        statistics: Tensor
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        losses = _TokenLosses.apply(  # type: ignore[no-untyped-call, unused-ignore]
+        statistics = _TokenStatistics.apply(  # type: ignore[no-untyped-call, unused-ignore]
             hidden.reshape(-1, hidden.shape[-1]),
             self.weight,
             self.bias,
@@ -104,14 +111,14 @@ class ChunkedHead(nn.Linear):
             self._chunk(dtype),
             self.most_parts,
             dtype,
-            self._wanted,
+            self._names,
             self._functions,
         )
-        return losses.view(*self._labels.shape, len(self._wanted))
+        return statistics.view(*self._labels.shape, len(self._names))
 
     def _chunk(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk; a power of two where the loss is compiled, so that few have another size."""
-        if self._functions[0] is _measured or self._given is not None:
+        if self._functions[0] is _measure or self._given is not None:
             return self._tokens
         return 1 << max(1, _BYTES_HELD // dtype.itemsize // self.out_features).bit_length() - 1
 
@@ -147,6 +154,11 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
     return chunked
 
 
+def find_chunked_head(model: nn.Module) -> ChunkedHead | None:
+    """Return the head that :func:`chunked_head` has put into ``model``, or None."""
+    return next((module for module in model.modules() if isinstance(module, ChunkedHead)), None)
+
+
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -170,19 +182,18 @@ def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
     def watch(trial: Any) -> None:
         if dtype is not None:
             trial.to(dtype)
-        trial.requires_grad_(False)  # the loss then has a gradient only if it depends on the logits
+        trial.requires_grad_(False)  # the auxiliary loss then has a gradient only if it depends on the logits
         _replace(trial, trial.get_output_embeddings(), head)
-        terms, forward = ModelTerms(trial), trial.forward
+        auxiliary_losses, forward = AuxiliaryLosses(trial), trial.forward
 
-        def with_labels(**inputs: Tensor) -> Any:
+        def forward_with_labels(**inputs: Tensor) -> Any:
             labels = inputs.get("decoder_input_ids", inputs["input_ids"])
-            with terms.requested(labels) as more:
-                return forward(**inputs, **more)
+            return auxiliary_losses.compute(forward, inputs, labels)
 
-        trial.forward = with_labels
+        trial.forward = forward_with_labels
 
-    output = trial_forward(model, watch, gradients=True)
-    used = output.loss is not None and output.loss.requires_grad
+    output, auxiliary_loss = trial_forward(model, watch, gradients=True)
+    used = auxiliary_loss is not None and auxiliary_loss.requires_grad
     return len(head.given) == 1 and output.logits is head.given[0] and not used
 
 
@@ -198,7 +209,7 @@ class _Recorder(nn.Module):
         return self.given[-1]
 
 
-class _TokenLosses(torch.autograd.Function):
+class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -215,13 +226,13 @@ class _TokenLosses(torch.autograd.Function):
         """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
-        measured, ctx.to_logits = functions
+        measure, ctx.to_logits = functions
         ctx.dtype, ctx.wanted = dtype, wanted
         found = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, dtype)
             for part in ctx.parts:
-                found[part] = measured(hidden[part], head, offset, labels[part], wanted)
+                found[part] = measure(hidden[part], head, offset, labels[part], wanted)
         return found
 
     @staticmethod
@@ -260,12 +271,12 @@ def _to_logits(
     """
     share = _logits(rows, head, offset).softmax(dim=-1)
     more = share * to["log_z"] if "log_z" in to else None
-    if "losses" in to:
+    if "log_probs" in to:
         if torch.compiler.is_compiling():  # compared in the same pass; a scatter would be one more
             share = share - (torch.arange(share.shape[1], device=share.device) == target).float()
         else:
             share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
-        share.mul_(to["losses"] * (target != IGNORED))
+        share.mul_(-to["log_probs"] * (target != IGNORED))
     else:
         share.zero_()
     if more is not None:
@@ -275,14 +286,14 @@ def _to_logits(
     return share.to(head.dtype)
 
 
-def _measured(
+def _measure(
     rows: Tensor, head: Tensor, offset: Tensor | None, labels: Tensor, wanted: Sequence[str]
 ) -> Tensor:
     """What is wanted of each of the ``rows``, fp32 ``[tokens, wanted]``."""
     logits = _logits(rows, head, offset)
     columns = [
-        functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-        if name == "losses"
+        -functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        if name == "log_probs"
         else logits.logsumexp(dim=-1)
         if name == "log_z"
         else logits.argmax(dim=-1) == labels

@@ -17,7 +17,7 @@ keep documents apart. :func:`check_documents` refuses them.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,8 @@ from torch.nn import functional
 from portable.config.derived import derived
 from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS
 from portable.errors import UserError
+from portable.model.forward import ForwardWrapper
 from portable.model.layers import trial_forward
-from portable.model.rotations import TextRotations
 from portable.private import of_torch
 from portable.private.of_transformers import (
     attention_kernel,
@@ -39,13 +39,13 @@ from portable.private.of_transformers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.backend import Batch
     from portable.config import RunConfig
+    from portable.model.forward import Model
 
 
 _COMPARED = """
@@ -264,55 +264,63 @@ def _is_causal(model: PreTrainedModel) -> bool:
     return bool(causal) and all(causal)
 
 
-class DocumentAttention:
-    """Keeps documents apart in the forward passes of a model.
+class DocumentForward(ForwardWrapper):
+    """Forward method that accepts packed documents, and keeps them apart.
 
     Args:
-        model: a transformers model, not wrapped.
+        model: A transformers model, not wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         config: Any = model.config
         self._kernel = attention_kernel(config)
         types = (config.model_type, config.get_text_config().model_type)
         self._reads_mask = any(model_type in READ_THEIR_MASK for model_type in types)
         self._model = model
-        self._rotations = TextRotations(model)
 
-    @contextmanager
-    def within(self, inputs: Batch) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of ``model.forward`` for a batch; call it in this context."""
-        with self._rotations.within(inputs), self._apart(inputs) as arguments:
-            yield arguments
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        """Run the forward pass.
 
-    @contextmanager
-    def _apart(self, inputs: Batch) -> Iterator[dict[str, Any]]:
-        """Keep the documents of packed samples apart."""
-        arguments: dict[str, Any] = dict(inputs)
-        arguments.pop(TEXT_TOKENS, None)
-        lengths = arguments.pop("document_lengths", None)
+        Args:
+            arguments: Positional arguments of the model.
+            inputs: The columns of a batch. Packed documents have ``position_ids``, which begin at 0 in each
+                document, and ``document_lengths``.
+        """
         positions = inputs.get("position_ids")
-        if PART_POSITIONS in arguments:  # where ranks share a sequence; those of documents are of the whole
-            arguments["position_ids"] = arguments.pop(PART_POSITIONS)
+        inputs.pop(TEXT_TOKENS, None)
+        lengths = inputs.pop("document_lengths", None)
+        if PART_POSITIONS in inputs:  # if ranks share a sequence; `positions` are those of the whole sequence
+            inputs["position_ids"] = inputs.pop(PART_POSITIONS)
         if positions is None:
-            yield arguments
-            return
+            return self.__wrapped__(*arguments, **inputs)
         # The positions are known: transformers would read them to find out.
         with no_packed_sequences():
             if "flash" in self._kernel and lengths is not None:
-                yield arguments | _flash_arguments(lengths, positions.shape[1])
-                return
+                return self.__wrapped__(*arguments, **inputs, **_flash_arguments(lengths, positions.shape[1]))
             rows = None
             if lengths is not None and self._calls_per_document(lengths.device):
                 let_sdpa_take_documents()
                 rows = [[length for length in row if length] for row in lengths.tolist()]
             with masks_made_by(_within_documents(positions, rows), self._kernel):
-                yield arguments
+                return self.__wrapped__(*arguments, **inputs)
 
     def _calls_per_document(self, device: torch.device) -> bool:
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
         return all(of_torch.compiled_call(module) is None for module in self._model.modules())
+
+
+def keep_documents_apart(model: Model) -> Model:
+    """Make the model's forward method accept packed documents; see :class:`DocumentForward`.
+
+    Args:
+        model: A transformers model, not wrapped, which :func:`check_documents` accepts.
+
+    Returns:
+        The same model.
+    """
+    return DocumentForward.install(model)
 
 
 BOTH_DIRECTIONS = "allow_is_bidirectional_skip"

@@ -1,65 +1,64 @@
-"""The loss of every task: a sum over the labels, plus the model's own auxiliary terms.
+"""The loss of a micro-batch, for every task, engine and kind of loss.
 
-A step minimizes the mean loss over all labels of the global batch: cross-entropy, the loss of a classifier's
-``problem_type``, or the loss that ``train.loss`` names. The model's own ``forward(labels=...)`` may add
-terms, such as the load-balancing loss of a mixture of experts or a z-loss. transformers defines these for one
-forward pass. Over a global batch they are averaged over the sequences: each micro-batch is weighted by its
-share. The result equals transformers' loss if the global batch is one micro-batch, and does not grow with the
-number of micro-batches or ranks.
+:func:`forward_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes the mean
+over all labels of the global batch, so :func:`divide_by_global_weight` divides the sum by the number of valid
+labels of the global batch, not of the micro-batch. The loss is cross-entropy, the loss of a classifier's
+``problem_type``, or the loss that ``train.loss`` names.
+
+A model's own auxiliary losses (:mod:`portable.model.auxiliary_losses`), such as the load-balancing loss of a
+mixture of experts, are defined by transformers for one forward pass. Over a global batch they are averaged
+over the sequences: each micro-batch is weighted by its share of the sequences. The result equals
+transformers' loss if the global batch is one micro-batch, and does not grow with the number of micro-batches
+or ranks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 from weakref import WeakSet
 
 import torch
 from torch.nn import functional
 
 from portable import plugins
-from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS, count_text_tokens
+from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS
 from portable.errors import UserError
-from portable.model.document_attention import DocumentAttention
-from portable.model.freezing import COMPUTE
-from portable.model.model_terms import ModelTerms, counts_last_tokens
+from portable.model.auxiliary_losses import AuxiliaryLosses
+from portable.model.document_attention import keep_documents_apart
+from portable.model.forward import ForwardWrapper
 from portable.model.parameters import adapted
-from portable.model.training_loss import (
-    IGNORED,
-    LOGITS,
-    STATISTICS,
-    WEIGHT,
-    Outputs,
-    TrainingLoss,
-    count_valid,
-    training_loss,
-)
+from portable.model.rotations import rotate_by_text
+from portable.model.training_loss import IGNORED, LOGITS, STATISTICS, Outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch
-    from portable.config import RunConfig
+    from portable.data.samples.base import Batch
     from portable.model.chunked_loss import ChunkedHead
+    from portable.model.forward import Model
+    from portable.model.training_loss import TrainingLoss
+
+MetricNeeds = Literal["logits", "predictions"] | None
 
 
 class MetricAccumulator(Protocol):
     """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.MetricSet`."""
 
-    needs: Literal["logits", "predictions"] | None
+    needs: MetricNeeds
     kind: str
-    """What the passes are for, in messages."""
+    """Purpose of the passes, used in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """The sums of a micro-batch, by name."""
+        """Compute the sums of a micro-batch, by name."""
 
 
 class PrecomputePass(MetricAccumulator):
-    """Gives what ``once`` of the loss returns, instead of sums."""
+    """Returns what ``once`` of the loss returns, instead of sums."""
 
     needs = None
     kind = "pass over all samples"
@@ -68,14 +67,359 @@ class PrecomputePass(MetricAccumulator):
         raise NotImplementedError
 
 
-class Objective:
-    """The training loss, as the contribution of one micro-batch.
+def count_valid(labels: Tensor) -> int:
+    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
+    valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+    return int(torch.count_nonzero(valid))
+
+
+# -- results -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Result of :func:`forward_loss`.
+
+    Attributes:
+        loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
+        sequences: Number of samples in the micro-batch. With SPMD, where all ranks run one program, these are
+            the samples of all ranks.
+        weight: The weight that a custom loss returned. None for a built-in loss, which is weighted by the
+            number of valid labels.
+        auxiliary_loss: The model's own auxiliary losses, an fp32 scalar. None if there are none.
+        metrics: Sums to log, which are divided by the same global weight as the loss.
+        predictions: The most likely class of each position. Only in evaluations with metrics.
+        logits: Only in evaluations, if they are all computed.
+    """
+
+    loss_sum: Tensor
+    sequences: int
+    weight: Tensor | None = None
+    auxiliary_loss: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    predictions: Tensor | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """Contribution of one micro-batch to the mean loss of the global batch.
+
+    Attributes:
+        loss: Contribution to the loss, an fp32 scalar with a gradient.
+        metrics: Contributions to the logged values, fp32 ``[metrics]``; None if there are none.
+        names: Names of the logged values.
+    """
+
+    loss: Tensor
+    metrics: Tensor | None
+    names: tuple[str, ...]
+
+    def detach(self) -> StepSums:
+        """Return the contributions without a gradient."""
+        loss = self.loss.detach()[None]
+        return StepSums(loss if self.metrics is None else torch.cat([loss, self.metrics]), self.names)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Contributions of a micro-batch as one tensor, which is added up over micro-batches and ranks.
+
+    Attributes:
+        values: The loss, followed by the logged values, fp32 ``[1 + metrics]`` on the device.
+        names: Names of the logged values.
+    """
+
+    values: Tensor
+    names: tuple[str, ...]
+
+
+def add_micro_batches(sums: Sequence[StepSums]) -> StepSums:
+    """Add up the contributions of the micro-batches of a step.
+
+    Raises:
+        UserError: If a custom loss logs different names for different micro-batches.
+    """
+    names = sums[0].names
+    for other in sums:
+        if other.names != names:
+            raise UserError(
+                f"train.loss: logs {', '.join(names)} for one micro-batch and {', '.join(other.names)} for "
+                "another; return the same names for every micro-batch"
+            )
+    return StepSums(torch.stack([each.values for each in sums]).sum(dim=0), names)
+
+
+RETURNED_WEIGHT = "returned weight"
+"""Name under which a step adds up the weights that a custom loss returns."""
+
+
+def divide_by_global_weight(output: LossOutput, weight: Tensor, global_batch_size: int) -> LossShare:
+    """Divide a micro-batch's summed loss by the weight of the global batch, and add the auxiliary losses.
 
     Args:
-        model: a transformers model, not wrapped.
-        global_batch_size: sequences in an optimizer step, over all ranks.
-        head: computes losses in place of logits, if the model has such a head.
-        loss: in place of the task's own.
+        output: Result of the micro-batch.
+        weight: Weight of the global batch, a device scalar: its number of valid labels, or the sum of the
+            weights of a custom loss.
+        global_batch_size: Sequences in an optimizer step, over all ranks.
+
+    Returns:
+        The contribution of the micro-batch. The contributions of all micro-batches and ranks add up to the
+        loss and the logged values of the step.
+    """
+    divisor = torch.where(weight > 0, weight, 1).float()
+    loss = output.loss_sum / divisor
+    if output.auxiliary_loss is not None:
+        loss = loss + output.auxiliary_loss * (output.sequences / global_batch_size)
+    metrics = dict(output.metrics)
+    if output.weight is not None:
+        metrics[RETURNED_WEIGHT] = output.weight
+    values = torch.stack(list(metrics.values())) / divisor if metrics else None
+    return LossShare(loss, values, tuple(metrics))
+
+
+# -- the forward method of a model in training -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossRequest:
+    """Request to the forward method of a model for the parts of a loss.
+
+    Attributes:
+        labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language model.
+        statistics: Statistics of each token that ``head`` computes; see :meth:`ChunkedHead.measure`. Empty
+            for the logits.
+        head: The model's chunked head, if ``statistics`` is not empty.
+        with_auxiliary_losses: Whether to compute the model's auxiliary losses.
+    """
+
+    labels: Tensor
+    statistics: tuple[str, ...] = ()
+    head: ChunkedHead | None = None
+    with_auxiliary_losses: bool = False
+
+
+class RequestedOutput(TypedDict):
+    """Result of a forward pass with a :class:`LossRequest`.
+
+    It is a plain dict at run time, because FSDP2, DDP and DeepSpeed have to find its tensors.
+    """
+
+    model_output: Any
+    """Output of the transformers model. Its logits are None if there are statistics."""
+    statistics: dict[str, Tensor]
+    auxiliary_loss: Tensor | None
+
+
+class LossForward(ForwardWrapper):
+    """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
+
+    Args:
+        model: A transformers model, not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._auxiliary_losses = AuxiliaryLosses(model)
+
+    def __call__(self, *arguments: Any, request: LossRequest | None = None, **inputs: Any) -> Any:
+        """Run the forward pass. Without a request, the result is the output of the transformers model."""
+        if request is None:
+            return self.__wrapped__(*arguments, **inputs)
+        statistics: dict[str, Tensor] = {}
+
+        def forward(**inputs: Any) -> Any:
+            if request.head is None:
+                return self.__wrapped__(**inputs)
+            output, measured = request.head.measure(
+                self.__wrapped__, inputs, request.labels, request.statistics
+            )
+            statistics.update(measured)
+            return output
+
+        auxiliary_loss = None
+        if request.with_auxiliary_losses:
+            output, auxiliary_loss = self._auxiliary_losses.compute(forward, inputs, request.labels)
+        else:
+            output = forward(**inputs)
+        return RequestedOutput(model_output=output, statistics=statistics, auxiliary_loss=auxiliary_loss)
+
+
+def return_loss_parts(model: Model) -> Model:
+    """Make the model's forward method accept a :class:`LossRequest`.
+
+    This has to be the last transform of the forward method, so that auxiliary losses can use all columns of
+    a batch.
+
+    Args:
+        model: A transformers model, not wrapped.
+
+    Returns:
+        The same model.
+    """
+    return LossForward.install(model)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------
+
+
+class TaskLoss:
+    """Summed loss of the task, used if ``train.loss`` names none.
+
+    Args:
+        problem_type: ``problem_type`` of the model's config, if any.
+    """
+
+    needs: frozenset[str] = frozenset({"log_probs"})
+    before = None
+
+    def __init__(self, problem_type: str | None = None) -> None:
+        self._criterion = _CRITERIA.get(problem_type, _cross_entropy)
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, None, dict[str, Tensor]]:
+        """Compute the loss from the logits or, if they are not all computed, from the log-probabilities."""
+        if outputs.log_probs is not None:
+            return -outputs.log_probs.sum(), None, {}
+        labels = batch["labels"]
+        # A config may keep the problem_type of an earlier classification task.
+        criterion = self._criterion if labels.is_floating_point() else _cross_entropy
+        assert outputs.logits is not None
+        return criterion(outputs.logits, labels), None, {}
+
+
+def forward_loss(
+    model: nn.Module,
+    batch: Batch,
+    objective: Objective,
+    *,
+    with_token_metrics: bool = False,
+    evaluation: MetricAccumulator | None = None,
+) -> LossOutput:
+    """Run a model on a micro-batch and compute its loss.
+
+    Args:
+        model: The model of ``objective``, or a wrapper around it.
+        batch: Micro-batch on the device.
+        objective: The objective of the run.
+        with_token_metrics: Whether to also compute the token accuracy and the entropy.
+        evaluation: The metrics of an evaluation, which gets no auxiliary losses. None in training.
+
+    Returns:
+        The summed loss, its weight, the auxiliary losses, the sums to log, and the predictions.
+    """
+    training = evaluation is None
+    metric_needs = None if evaluation is None else evaluation.needs
+    loss = objective.get_loss(training=training)
+    is_custom = loss is not objective.task_loss
+    batch = objective.add_reference_columns(loss, batch)
+    labels = batch["labels"]
+    needs, statistics = loss.needs, list[str]()
+    if metric_needs == "logits" or (metric_needs is not None and is_custom):
+        needs |= {LOGITS}
+    elif metric_needs is not None:
+        statistics.append("predictions")
+    measured = labels.dim() > 1 and not labels.is_floating_point()
+    # On XLA, steps with and without token metrics would be two graphs.
+    measured = measured and training and (with_token_metrics or labels.device.type == "xla")
+    if measured:
+        statistics.append("hits")
+    outputs, auxiliary_loss, hits = run_model(
+        model,
+        objective.select_inputs(batch),
+        labels,
+        needs,
+        statistics,
+        head=objective.head,
+        with_auxiliary_losses=training,
+        logits_suffice=not is_custom,
+    )
+    loss_sum, weight, metrics = loss(outputs, batch)
+    logits = outputs.model.logits
+    if measured and (hits is not None or logits.dim() > 2):  # not for the class of a whole sequence
+        metrics = compute_token_metrics(logits, hits, labels) | metrics
+    predictions = outputs.predictions
+    if metric_needs is not None and predictions is None and not labels.is_floating_point():
+        assert outputs.logits is not None
+        predictions = outputs.logits.argmax(dim=-1)
+    return LossOutput(
+        loss_sum,
+        labels.shape[0],
+        weight,
+        auxiliary_loss,
+        metrics,
+        predictions,
+        None if training else outputs.logits,
+    )
+
+
+def run_model(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    labels: Tensor,
+    needs: Collection[str],
+    statistics: Sequence[str] = (),
+    *,
+    head: ChunkedHead | None = None,
+    with_auxiliary_losses: bool = False,
+    logits_suffice: bool = False,
+) -> tuple[Outputs, Tensor | None, Tensor | None]:
+    """Run a model on a micro-batch, and split what it returns into what a loss needs.
+
+    A sample may be several sequences, such as a pair: ``input_ids`` are then ``[batch, sequences, tokens]``,
+    which the model takes as ``[batch * sequences, tokens]``. Its outputs are split again.
+
+    Args:
+        model: A model with :func:`return_loss_parts`, or a wrapper around it.
+        inputs: Arguments of the model, on the device.
+        labels: Labels of the micro-batch.
+        needs: ``logits``, or the statistics of each token that the loss needs.
+        statistics: More statistics, which only the chunked head computes.
+        head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens and
+            the logits are not needed.
+        with_auxiliary_losses: Whether to compute the model's auxiliary losses.
+        logits_suffice: Whether the loss takes the logits instead of the statistics if all are computed.
+
+    Returns:
+        The outputs, the auxiliary losses, and 1 for each token that is predicted. The last is None if all
+        logits are computed, or if ``statistics`` does not contain ``hits``.
+    """
+    shape = inputs["input_ids"].shape
+    is_split = len(shape) == 3
+    if is_split:
+        inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
+        labels = labels.flatten(0, 1) if labels.dim() > 1 else labels
+    needed = tuple(name for name in STATISTICS if name in needs)
+    chunked = head is not None and needed and LOGITS not in needs and head.needs_chunking(labels)
+    request = (
+        LossRequest(labels, (*needed, *statistics), head, with_auxiliary_losses)
+        if chunked
+        else LossRequest(labels, with_auxiliary_losses=with_auxiliary_losses)
+    )
+    result: RequestedOutput = model(**inputs, request=request)
+    output, values = result["model_output"], dict(result["statistics"])
+    hits = values.pop("hits", None)
+    if not chunked:
+        if logits_suffice or LOGITS in needs:
+            values[LOGITS] = output.logits
+        if not logits_suffice:
+            values |= _compute_statistics(output.logits, labels, needed)
+    elif not logits_suffice and "log_probs" in values:
+        values["log_probs"] = values["log_probs"].contiguous()  # a custom loss adds them up in any order
+    if "predictions" in values:
+        values["predictions"] = values["predictions"].long()
+    if is_split:
+        values = {name: value.unflatten(0, shape[:2]) for name, value in values.items()}
+    return Outputs(**values, model=output), result["auxiliary_loss"], hits
+
+
+class Objective:
+    """The training objective of a run: its loss, and what the loss needs besides the model's forward pass.
+
+    Args:
+        model: A transformers model, not wrapped.
+        global_batch_size: Sequences in an optimizer step, over all ranks.
+        head: The model's head, if it can compute token statistics in chunks.
+        custom_loss: The loss that ``train.loss`` names. None for the loss of the task.
         compute: The type in which the engine computes if it does not use autocast. None for the type of the
             parameters.
     """
@@ -85,161 +429,94 @@ class Objective:
         model: nn.Module,
         global_batch_size: int,
         head: ChunkedHead | None = None,
-        loss: TrainingLoss | None = None,
+        custom_loss: TrainingLoss | None = None,
         compute: torch.dtype | None = None,
     ) -> None:
-        self._model = model
-        self._terms = ModelTerms(model)
-        self.of_routers = self._terms.of_routers
-        self._sequences = global_batch_size
-        self._head = head
-        self._loss = loss
-        self._checked = False
+        self._model: Any = return_loss_parts(model)
+        self.global_batch_size = global_batch_size
+        self.head = head
+        self.task_loss = TaskLoss(getattr(self._model.config, "problem_type", None))
+        self._custom_loss = custom_loss
+        self._is_checked = False
         self._compute = compute
-        self._matched: WeakSet[nn.Module] = WeakSet()
-        """Other models that have the precision of the model in training."""
-        self.with_token_metrics = False
-        """Whether steps measure hits and entropy beside the loss; on XLA, in one graph, they always do."""
-        self._measured: tuple[str, ...] = ()
-        self._attention = DocumentAttention(model)
-        # Further columns are for the loss alone.
-        self._takes = None if loss is None else _arguments(model)
-        self._criterion = _CRITERIA.get(getattr(model.config, "problem_type", None), _cross_entropy)
-
-    @classmethod
-    def of(cls, model: nn.Module, config: RunConfig, head: ChunkedHead | None = None) -> Objective:
-        """The objective of a run; sets up the noise on embeddings, if any, and dropout."""
-        loss, train = training_loss(config), config.train
-        if train.neftune_noise_alpha:
-            shifted = config.model.task == "causal-lm" and not (loss is not None and loss.whole)
-            shifted = shifted and not counts_last_tokens(model.config, config.model)
-            add_noise(model, train.neftune_noise_alpha, beyond=int(shifted))
-        if train.dropout is False or (train.dropout is None and loss is not None and not loss.dropout):
-            without_dropout(model)
-        return cls(model, train.global_batch_size, head, loss, COMPUTE.get(config.precision))
+        self._prepared_models: WeakSet[nn.Module] = WeakSet()
+        """References and teachers with the transforms and the precision of the model in training."""
+        # Further columns of a batch are only for a custom loss.
+        self._input_names = None if custom_loss is None else _list_input_names(model)
 
     def weight(self, batch: Batch) -> float:
-        """What a micro-batch weighs in the mean, counted on the host: its labels, or as the loss says."""
-        if self._loss is not None and not self._checked and (self._compiles or len(batch["labels"]) < 2):
-            config: Any = self._model.config
-            labels = batch["labels"].dim() == 1
-            self._loss.check_on_host(
-                batch, config.num_labels if labels else config.get_text_config().vocab_size
-            )
-            self._checked = True
-        return count_valid(batch["labels"]) if self._loss is None else self._loss.weight(batch)
+        """Compute the weight of a micro-batch on the host: its number of labels, or a custom weight."""
+        loss, labels = self._custom_loss, batch["labels"]
+        if loss is None:
+            return count_valid(labels)
+        if not self._is_checked and (self._compiles or len(labels) < 2):
+            config = self._model.config
+            is_class = labels.dim() == 1
+            loss.check_on_host(batch, config.num_labels if is_class else config.get_text_config().vocab_size)
+            self._is_checked = True
+        weight = loss.weight(batch)
+        return count_valid(labels) if weight is None else weight
 
     @property
     def _compiles(self) -> bool:
-        """Whether a look at the device's values would compile another graph."""
+        """Whether reading values from the device would compile another graph."""
         return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """The names of what is logged beside the loss; known after the first micro-batch."""
-        return (*self._measured, *(() if self._loss is None else self._loss.names))
-
-    def named(self, values: Sequence[float]) -> dict[str, float]:
-        """The means of a step beside the loss, by name.
-
-        Raises:
-            UserError: if the loss did not weigh the batch as it said it would.
-        """
-        found = dict(zip(self.numbers, values, strict=True))
-        share = found.pop(WEIGHT, 1.0)
-        if self._loss is not None and abs(share - 1) > 1e-4:  # also where it is not finite
-            raise UserError(self._loss.unequal(share))
-        measured = {name: found.pop(name) for name in self._measured}
-        found = found if self._loss is None else self._loss.named(found)
-        counts = {name: measured.get(of) or 1.0 for name, of in _COUNTED.items() if name in measured}
-        return found | {name: measured[name] / count for name, count in counts.items()}
-
-    def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run ``model``, which may be wrapped, on a micro-batch of the global batch.
+    def name_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the values that a step logs besides the loss.
 
         Args:
-            valid: what the global batch weighs, on the device: its number of valid labels, or the sum of
-                the loss's weights.
+            sums: The names and values of :class:`StepSums`, added up over the step.
 
-        Returns:
-            the share of this micro-batch in the loss, an fp32 scalar on the device, and in :attr:`numbers`,
-            ``[numbers]``; None without any. Summed over all micro-batches and ranks they are the step's.
+        Raises:
+            UserError: If the weights that a custom loss returned differ from the weights that it declared.
         """
-        # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
-        labels = batch["labels"]
-        share = labels.shape[0] / self._sequences
-        divisor = torch.where(valid > 0, valid, 1).float()
-        measured = labels.dim() > 1 and not labels.is_floating_point()
-        measured = measured and (self.with_token_metrics or labels.device.type == "xla")
-        if self._head is not None:
-            self._head.with_hits = measured
-        numbers: dict[str, Tensor] = {}
-        if self._loss is None:
-            total, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
-        else:
-            batch = self._with_passes_before(self._loss, batch)
-            outputs = self._outputs(model, batch, self._loss.needs, self._terms)
-            total, numbers = self._loss(outputs, batch)
-            output = outputs.model
-        loss = self._terms.added(total / divisor, output, share=share)
-        in_parts = self._head is not None and self._head.gave
-        measured = measured and output.logits.dim() > 2  # of a class for a whole sequence there is nothing
-        found = _measured(output.logits.detach(), labels, in_parts=in_parts) if measured else {}
-        numbers = found | numbers
-        self._measured = tuple(name for name in found if numbers[name] is found[name])
-        return loss, torch.stack(list(numbers.values())) / divisor if numbers else None
+        values = dict(sums)
+        share = values.pop(RETURNED_WEIGHT, 1.0)
+        if self._custom_loss is not None and abs(share - 1) > 1e-4:  # also if it is not finite
+            raise UserError(self._custom_loss.unequal(share))
+        measured = {name: values.pop(name) for name in (*_COUNTED, *_COUNTED.values()) if name in values}
+        values = values if self._custom_loss is None else self._custom_loss.name_metrics(values)
+        counts = {name: measured.get(of) or 1.0 for name, of in _COUNTED.items() if name in measured}
+        return values | {name: measured[name] / count for name, count in counts.items()}
 
-    def evaluated(self, model: nn.Module, batch: Batch, measure: MetricAccumulator) -> dict[str, Tensor]:
-        """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
+    def evaluate(self, model: nn.Module, batch: Batch, measure: MetricAccumulator) -> dict[str, Tensor]:
+        """Compute the sums of ``measure`` and the summed ``loss`` of a micro-batch."""
         if isinstance(measure, PrecomputePass):
-            assert self._loss is not None and self._loss.once is not None
-            return self._before(self._loss, self._loss.once, batch)
-        if self._loss is not None and self._loss.in_evaluation:
-            return self._evaluated_by(self._loss, model, batch, measure)
-        labels = batch["labels"]
-        head = None if measure.needs == "logits" else self._head
-        if head is not None and head.needs_chunking(labels):
-            # The head makes the predictions beside the losses: no tensor has the logits of all tokens.
-            head.with_hits = False
-            wanted = ("losses", "predictions") if measure.needs is not None else ("losses",)
-            loss, output = _passed(model, batch, head, self._attention, self._criterion, wanted=wanted)
-            outputs = Outputs(output.logits[..., 1].long() if measure.needs is not None else None, None)
-        else:
-            loss, output = _passed(model, batch, None, self._attention, self._criterion)
-            classes = measure.needs is not None and not labels.is_floating_point()
-            outputs = Outputs(output.logits.argmax(dim=-1) if classes else None, output.logits)
-        return {"loss": loss, **measure(outputs, batch)}
+            assert self._custom_loss is not None and self._custom_loss.once is not None
+            return self._run_without_gradients(self._custom_loss.once, batch)
+        output = forward_loss(model, batch, self, evaluation=measure)
+        metrics = {f"{OF_LOSS}{name}": value for name, value in output.metrics.items()}
+        outputs = Outputs(output.predictions, output.logits)
+        return {"loss": output.loss_sum, **metrics, **measure(outputs, batch)}
 
-    def _evaluated_by(
-        self, loss: TrainingLoss, model: nn.Module, batch: Batch, measure: MetricAccumulator
+    def get_loss(self, *, training: bool) -> TrainingLoss | TaskLoss:
+        """Return the loss of a training step or of an evaluation."""
+        loss = self._custom_loss
+        return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
+
+    def select_inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the columns of a batch that the model takes."""
+        names = batch if self._input_names is None else self._input_names
+        return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
+
+    def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
+        """Add what ``before`` of a custom loss computes, such as the log-probabilities of a reference."""
+        return batch if loss.before is None else {**batch, **self._run_without_gradients(loss.before, batch)}
+
+    def _run_without_gradients(
+        self, function: Callable[..., Mapping[str, Tensor]], batch: Batch
     ) -> dict[str, Tensor]:
-        batch = self._with_passes_before(loss, batch)
-        # Predictions are made from the logits.
-        needs = loss.needs | (set() if measure.needs is None else {LOGITS})
-        outputs = self._outputs(model, batch, needs)
-        total, numbers = loss(outputs, batch)
-        if measure.needs is not None and not batch["labels"].is_floating_point():
-            assert outputs.logits is not None
-            outputs = Outputs(outputs.logits.argmax(dim=-1), outputs.logits)
-        own = {f"{OF_LOSS}{name}": value for name, value in numbers.items()}
-        return {"loss": total, **own, **measure(outputs, batch)}
-
-    def _with_passes_before(self, loss: TrainingLoss, batch: Batch) -> Batch:
-        return batch if loss.before is None else {**batch, **self._before(loss, loss.before, batch)}
-
-    def _before(
-        self, loss: TrainingLoss, function: Callable[..., Mapping[str, Tensor]], batch: Batch
-    ) -> dict[str, Tensor]:
-        """What a function of the user's makes of passes without gradients."""
+        """Call ``before`` or ``once`` of a custom loss with a function that runs forward passes."""
+        loss = self._custom_loss
+        assert loss is not None
 
         def forward(other: nn.Module | None = None, *, adapter: bool = True) -> Outputs:
-            attention = self._attention if other is None else DocumentAttention(other)
-            head = self._head if other is None else None
-            if other is not None and other not in self._matched:
-                self._match_precision(other)
-                self._matched.add(other)
+            model = self._model if other is None else self._prepare_reference(other)
+            head = self.head if other is None else None
+            inputs = self.select_inputs(batch)
             with nullcontext() if adapter else without_adapter(self._model):
-                return _outputs(other or self._model, batch, head, attention, loss.needs, self._takes)
+                return run_model(model, inputs, batch["labels"], loss.needs, head=head)[0]
 
         training = self._model.training
         self._model.eval()
@@ -249,192 +526,122 @@ class Objective:
         finally:
             self._model.train(training)
 
-    def _match_precision(self, other: nn.Module) -> None:
-        """Cast the parameters of a reference or teacher, which have the precision of their files.
+    def _prepare_reference(self, other: nn.Module) -> nn.Module:
+        """Apply the transforms of the forward method to a reference or teacher, and cast its parameters.
 
-        It then computes as the model in training does. Under autocast, that is the type of its parameters;
-        otherwise the engine casts its parameters to the compute type.
+        The parameters have the precision of their files. Afterwards, the model computes as the model in
+        training does. Under autocast, that is the type of its parameters; otherwise the engine casts its
+        parameters to the compute type.
 
         Args:
             other: The reference or teacher.
+
+        Returns:
+            The same model.
         """
-        embedding: Any = cast("Any", self._model).get_input_embeddings().weight
+        if other in self._prepared_models:
+            return other
+        embedding = self._model.get_input_embeddings().weight
         dtype = embedding.dtype
         if not torch.is_autocast_enabled(embedding.device.type):
             dtype = self._compute or dtype
         for parameter in other.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
-
-    def _outputs(
-        self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None
-    ) -> Outputs:
-        return _outputs(model, batch, self._head, self._attention, needs, self._takes, terms)
+        self._prepared_models.add(other)
+        return return_loss_parts(rotate_by_text(keep_documents_apart(other)))
 
 
 def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
-    """Run ``model`` on a micro-batch and return the summed cross-entropy, without auxiliary terms.
-
-    ``labels[b, t]`` is the target of ``logits[b, t]``; for classification, ``labels[b]`` of ``logits[b]``.
-    Targets that are :data:`IGNORED` do not count. The result is a sum, not a mean: dividing by the valid
-    tokens of the *global* batch keeps the loss exact under accumulation, padding and any world size.
+    """Run a model on a micro-batch and return the summed cross-entropy, without auxiliary losses.
 
     Args:
-        head: avoids holding all logits at once.
+        model: A transformers model. Its forward method gets the transforms of a run.
+        batch: Micro-batch on the device. ``labels[b, t]`` is the target of ``logits[b, t]``; for
+            classification, ``labels[b]`` is the target of ``logits[b]``.
+        head: The model's chunked head, to avoid computing all logits at once.
 
     Returns:
-        an fp32 scalar on the device.
+        An fp32 scalar on the device.
     """
-    return _passed(model, batch, head, DocumentAttention(model), _cross_entropy)[0]
-
-
-def _passed(
-    model: nn.Module,
-    batch: Batch,
-    head: ChunkedHead | None,
-    attention: DocumentAttention,
-    criterion: Criterion,
-    terms: ModelTerms | None = None,
-    wanted: Sequence[str] = ("losses",),
-) -> tuple[Tensor, Any]:
-    """Return the summed loss of a forward pass, and the model's output; with a head, what is ``wanted``."""
+    return_loss_parts(rotate_by_text(keep_documents_apart(model)))
+    loss, labels = TaskLoss(), batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    labels = batch["labels"]
-    in_parts = head is not None and head.needs_chunking(labels)
-    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, wanted)
-    if in_parts:
-        assert output.logits.shape[:-1] == labels.shape
-        return output.logits[..., 0].sum(), output
-    # A config may keep the problem_type of an earlier classification task.
-    criterion = criterion if labels.is_floating_point() else _cross_entropy
-    return criterion(output.logits, labels), output
-
-
-def _run(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    labels: Tensor,
-    attention: DocumentAttention,
-    terms: ModelTerms | None,
-    head: ChunkedHead | None,
-    wanted: Sequence[str] = ("losses",),
-) -> Any:
-    """The model's output for ``inputs``; with a ``head``, what is ``wanted`` of it in place of logits."""
-    with ExitStack() as stack:
-        given = stack.enter_context(attention.within(dict(inputs)))
-        if terms is not None:
-            given |= stack.enter_context(terms.requested(labels, inputs))
-        if head is not None:
-            stack.enter_context(head.giving(labels, wanted))
-        return model(**given)
+    outputs, *_ = run_model(model, inputs, labels, loss.needs, head=head, logits_suffice=True)
+    return loss(outputs, batch)[0]
 
 
 _COUNTED = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
-"""The means that steps log beside the loss, by TRL's names, and the names of what they are divided by."""
+"""Means that steps log besides the loss, by TRL's names, and the names of the counts that divide them."""
 _LOGITS_AT_ONCE = 1 << 24
 
 
-def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Tensor]:
-    """Sums over the labels: hits of the most likely token, and entropy in nats where all logits are there.
+@torch.no_grad()
+def compute_token_metrics(logits: Tensor | None, hits: Tensor | None, labels: Tensor) -> dict[str, Tensor]:
+    """Compute sums over the labels: hits of the most likely token and, from all logits, the entropy in nats.
 
     The hits are those of the first sequence of each sample: of a pair, of the chosen one, as in TRL.
 
     Args:
-        logits: of all tokens; ``in_parts``, what the head gives in their place, hits last.
+        logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the head computes ``hits``.
+        hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``.
         labels: ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
+
+    Returns:
+        The sums by name, fp32 scalars.
     """
     valid = labels != IGNORED
-    with torch.no_grad():
-        if in_parts:
-            hits = logits[..., -1]
-        elif labels.device.type == "xla":
-            # With argmax, the logits would exist three times as often; with gather, twice, if tokens are cut.
-            classes = torch.arange(logits.shape[-1], device=labels.device)
-            own = torch.where(classes == labels.flatten(0, -2).unsqueeze(-1), logits, -torch.inf)
-            hits = (own.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
-        else:
-            hits = logits.argmax(dim=-1) == labels.flatten(0, -2)
-        first = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
-        counted = valid.flatten(0, -2)[first].sum().float()
-        found = {"first labels": counted, "mean_token_accuracy": hits[first].sum().float()}
-        if in_parts or labels.device.type == "xla":  # as with argmax
-            return found
-        rows, of_rows = logits.flatten(0, -2), valid.flatten()
-        step = max(1, _LOGITS_AT_ONCE // rows.shape[-1])
-        entropy = torch.zeros((), device=rows.device)
-        for part, counts in zip(rows.split(step), of_rows.split(step), strict=True):
-            log_p = part.float().log_softmax(dim=-1)
-            entropy += torch.where(counts, -(log_p.exp() * log_p).sum(dim=-1), 0.0).sum()
-        return found | {"all labels": valid.sum().float(), "entropy": entropy}
-
-
-def _outputs(
-    model: nn.Module,
-    batch: Batch,
-    head: ChunkedHead | None,
-    attention: DocumentAttention,
-    needs: Collection[str],
-    takes: Collection[str] | None,
-    terms: ModelTerms | None = None,
-) -> Outputs:
-    """What a loss gets: logits, or statistics of each position.
-
-    A sample may be several sequences, such as a pair: ``input_ids`` are then ``[batch, sequences, tokens]``,
-    which the model takes as ``[batch * sequences, tokens]``. What it gives is split again.
-    """
-    labels = batch["labels"]
-    inputs = {
-        name: tensor
-        for name, tensor in batch.items()
-        if name != "labels" and (takes is None or name in takes)
-    }
-    shape = inputs["input_ids"].shape
-    several = len(shape) == 3
-    if several:
-        inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
-        labels = labels.flatten(0, 1) if labels.dim() > 1 else labels
-    wanted = [name for name in STATISTICS if name in needs]
-    in_parts = head is not None and wanted and LOGITS not in needs and head.needs_chunking(labels)
-    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, _columns(wanted))
-    found: dict[str, Tensor]
-    if in_parts:
-        found = dict(zip(wanted, output.logits.unbind(dim=-1), strict=False))
-        if "log_probs" in found:
-            found["log_probs"] = -found["log_probs"]
+    targets = labels.flatten(0, -2)
+    on_xla = labels.device.type == "xla"
+    if hits is not None:
+        is_hit = hits
+    elif on_xla:
+        assert logits is not None
+        # With argmax, the logits would exist three times as often; with gather, twice, if tokens are cut.
+        classes = torch.arange(logits.shape[-1], device=labels.device)
+        own = torch.where(classes == targets.unsqueeze(-1), logits, -torch.inf)
+        is_hit = (own.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
     else:
-        found = {LOGITS: output.logits} if LOGITS in needs else {}
-        if wanted:
-            found |= _statistics(output.logits, labels, wanted)
-    if several:
-        found = {name: value.unflatten(0, shape[:2]) for name, value in found.items()}
-    return Outputs(**found, model=output)
+        assert logits is not None
+        is_hit = logits.argmax(dim=-1) == targets
+    first = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
+    counted = valid.flatten(0, -2)[first].sum().float()
+    sums = {"first labels": counted, "mean_token_accuracy": is_hit[first].sum().float()}
+    if logits is None or on_xla:  # as with argmax
+        return sums
+    rows, row_is_valid = logits.flatten(0, -2), valid.flatten()
+    step = max(1, _LOGITS_AT_ONCE // rows.shape[-1])
+    entropy = torch.zeros((), device=rows.device)
+    for part, counts in zip(rows.split(step), row_is_valid.split(step), strict=True):
+        log_p = part.float().log_softmax(dim=-1)
+        entropy += torch.where(counts, -(log_p.exp() * log_p).sum(dim=-1), 0.0).sum()
+    return sums | {"all labels": valid.sum().float(), "entropy": entropy}
 
 
-def _columns(wanted: Sequence[str]) -> tuple[str, ...]:
-    return tuple("losses" if name == "log_probs" else name for name in wanted)
-
-
-def _statistics(logits: Tensor, labels: Tensor, wanted: Sequence[str]) -> dict[str, Tensor]:
+def _compute_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """Compute statistics of each token from all logits; see :meth:`ChunkedHead.measure`."""
+    if not names:
+        return {}
     logits = logits.float()
-    found: dict[str, Tensor] = {}
-    if "log_probs" in wanted:
+    values: dict[str, Tensor] = {}
+    if "log_probs" in names:
         losses = functional.cross_entropy(
             logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
         )
-        found["log_probs"] = -losses.view(labels.shape)
-    if "log_z" in wanted:
-        found["log_z"] = logits.logsumexp(dim=-1)
-    if "mean_logits" in wanted:
-        found["mean_logits"] = logits.mean(dim=-1)
-    return found
+        values["log_probs"] = -losses.view(labels.shape)
+    if "log_z" in names:
+        values["log_z"] = logits.logsumexp(dim=-1)
+    if "mean_logits" in names:
+        values["mean_logits"] = logits.mean(dim=-1)
+    return values
 
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Within this context, switch off the adapter of ``model``, which changes no parameter.
+    """Switch off the adapter of a model within this context. No parameter changes.
 
     Raises:
-        UserError: if it has none.
+        UserError: If the model has no adapter.
     """
     if not adapted(model):
         raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
@@ -448,65 +655,12 @@ _INPUTS = (
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths",
     PART_POSITIONS, TEXT_TOKENS,
 )  # fmt: skip
-"""What samples have for a model, whose own forward may take anything."""
+"""Columns of samples that are for a model, whose own forward may take anything."""
 
 
-def _arguments(model: nn.Module) -> frozenset[str]:
-    """The entries of a batch that a model takes."""
+def _list_input_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the columns of a batch that a model takes."""
     return frozenset((*inspect.signature(model.forward).parameters, *_INPUTS))
-
-
-def shares(loss: Tensor, numbers: Tensor | None) -> Tensor:
-    """What an engine returns of a micro-batch: the loss, and the numbers beside it, without gradients."""
-    return loss.detach() if numbers is None else torch.cat([loss.detach()[None], numbers])
-
-
-def add_noise(model: nn.Module, alpha: float, *, beyond: int = 0) -> None:
-    """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
-
-    It is uniform in ±alpha / sqrt(tokens * hidden size), with the tokens of each document, and drawn from the
-    generator of dropout. A document does not see how far it is padded, or what it is packed with.
-
-    Args:
-        beyond: tokens that a document has after its inputs: one where the last is a label only.
-    """
-    lengths: list[Tensor] = []
-
-    def counted(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
-        lengths[:] = [count_text_tokens(given)] if "input_ids" in given else []
-
-    def noisy(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
-        if not module.training:
-            return embedded
-        # A decoder's inputs come second and have no mask.
-        tokens = lengths.pop().unsqueeze(-1) if lengths else embedded.shape[1]
-        bound = alpha * ((tokens + beyond) * embedded.shape[2]) ** -0.5
-        return embedded + (torch.zeros_like(embedded).uniform_(-1, 1) * bound).to(embedded.dtype)
-
-    whole: Any = model
-    whole.register_forward_pre_hook(counted, with_kwargs=True)
-    whole.get_input_embeddings().register_forward_hook(noisy)
-
-
-_DROPOUTS = (
-    torch.nn.Dropout,
-    torch.nn.Dropout1d,
-    torch.nn.Dropout2d,
-    torch.nn.Dropout3d,
-    torch.nn.AlphaDropout,
-    torch.nn.FeatureAlphaDropout,
-)
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Set every probability of dropout to 0: of modules, an adapter's too, and of attention."""
-    for module in model.modules():
-        if isinstance(module, _DROPOUTS):
-            module.p = 0.0
-        for owner in (module, getattr(module, "config", None)):  # models read some from their config
-            for name, value in list(getattr(owner, "__dict__", {}).items()):
-                if "drop" in name and isinstance(value, float):
-                    setattr(owner, name, 0.0)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -530,27 +684,10 @@ def _binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-Criterion = Callable[["Tensor", "Tensor"], "Tensor"]
-_CRITERIA: dict[str | None, Criterion] = {
+_CRITERIA: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
     "regression": _squared_error,
     "multi_label_classification": _binary_cross_entropy,
 }
 
-
 OF_LOSS = "loss/"
-"""Begins the names of sums that a loss of the user's gives in an evaluation."""
-
-
-def no_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros on the host for :func:`added`, with the shapes of ``sums``."""
-    return {name: torch.zeros(value.shape, dtype=_wide(value)) for name, value in sums.items()}
-
-
-def added(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``totals`` plus ``sums``, by name, on the device: int64 for integers, float64 for floats."""
-    wide = {name: value.detach().to(_wide(value)) for name, value in sums.items()}
-    return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
-
-
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.float64 if value.is_floating_point() else torch.int64
+"""Prefix of the names of sums that a custom loss returns in an evaluation."""

@@ -1,4 +1,4 @@
-"""The cross-entropy and the labels of each source of a mixture, beside its training loss."""
+"""The cross-entropy and the labels of each source of a mixture, which steps log."""
 
 from __future__ import annotations
 
@@ -13,50 +13,55 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.backend import Batch
-    from portable.model.training_loss import Outputs
+    from portable.data.samples.base import Batch
 
 _IGNORED = -100
 LOSS, SHARE = "loss/", "share/"
-"""Begin the names of a source's mean cross-entropy in a step, and of its share of the step's labels."""
+"""Prefixes of the mean cross-entropy of a source in a step, and of its share of the step's labels."""
 
 
-class BySource:
-    """Sums of each source, from the column ``source`` of a batch. Those of evaluations have none.
+class LossBySource:
+    """Sums over the labels of each source, from the column ``source`` of a batch.
+
+    Batches of evaluations have no such column, and no sums.
 
     Args:
-        sources: their names.
-        losses: whether there are log-probabilities; without them the losses of the sources are not known.
+        sources: Names of the sources.
+        with_losses: Whether there are log-probabilities. Otherwise, only the labels are counted.
     """
 
-    def __init__(self, sources: Sequence[str], *, losses: bool) -> None:
+    def __init__(self, sources: Sequence[str], *, with_losses: bool) -> None:
         self._sources = tuple(sources)
-        self._losses = losses
-        kinds = (SHARE, LOSS) if losses else (SHARE,)
-        self.names = tuple(kind + source for source in self._sources for kind in kinds)
+        self._with_losses = with_losses
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """The number of labels and the summed cross-entropy of each source, by name."""
+    def compute_sums(self, log_probs: Tensor | None, batch: Batch) -> dict[str, Tensor]:
+        """Compute the number of labels and the summed cross-entropy of each source, by name.
+
+        Args:
+            log_probs: Log-probabilities of the labels.
+            batch: Micro-batch on the device.
+        """
         if SOURCE not in batch:
             return {}
         labels = batch["labels"]
         rows = batch[SOURCE].view(-1, *(1,) * (labels.dim() - 1))
-        numbers: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         for number, source in enumerate(self._sources):
-            own = (labels != _IGNORED) & (rows == number)
-            numbers[SHARE + source] = own.sum()
-            if self._losses:
-                assert outputs.log_probs is not None
-                numbers[LOSS + source] = -torch.where(own, outputs.log_probs.detach(), 0.0).sum()
-        return numbers
+            is_of_source = (labels != _IGNORED) & (rows == number)
+            sums[SHARE + source] = is_of_source.sum()
+            if self._with_losses:
+                assert log_probs is not None
+                sums[LOSS + source] = -torch.where(is_of_source, log_probs.detach(), 0.0).sum()
+        return sums
 
-    def named(self, found: dict[str, float]) -> dict[str, float]:
-        """The numbers of a step: a source's loss is the mean over its own labels, if there are any."""
-        out = {name: value for name, value in found.items() if name not in self.names}
-        labels = sum(found[SHARE + source] for source in self._sources)
-        for source in self._sources:
-            own = found[SHARE + source]
-            out[SHARE + source] = own / labels if labels else 0.0
-            if self._losses and own > 0:
-                out[LOSS + source] = found[LOSS + source] / own
-        return out
+    def name_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the values that a step logs: the mean loss of each source, and its share of the labels."""
+        metrics = dict(sums)
+        counts = {source: metrics.pop(SHARE + source) for source in self._sources}
+        losses = {source: metrics.pop(LOSS + source, 0.0) for source in self._sources}
+        total = sum(counts.values())
+        for source, count in counts.items():
+            metrics[SHARE + source] = count / total if total else 0.0
+            if self._with_losses and count > 0:
+                metrics[LOSS + source] = losses[source] / count
+        return metrics

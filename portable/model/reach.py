@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.layers import layer_kinds, one_layer_per_kind, transformer_layers
-from portable.model.loss import without_dropout
-from portable.model.model_terms import ModelTerms
+from portable.model.regularization import remove_dropout
 from portable.private import of_transformers
 from portable.private.of_transformers import no_value_checks
 
@@ -150,7 +150,7 @@ def _trace_reached(trial: Any, length: int, *, whole_output: bool, device: str =
         # Every kernel supports bfloat16, but not every kernel supports fp32.
         trial.to("meta").to(torch.bfloat16)
     trial.requires_grad_(True).train()
-    without_dropout(trial)  # layer dropout would skip layers at random
+    remove_dropout(trial)  # layer dropout would skip layers at random
     _use_traceable_kernels(trial)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
     if device != "meta":
@@ -158,15 +158,14 @@ def _trace_reached(trial: Any, length: int, *, whole_output: bool, device: str =
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    terms = ModelTerms(trial)
-    with torch.enable_grad(), no_value_checks(), terms.requested(tokens) as more:
-        output = trial(**inputs, **more)
+    with torch.enable_grad(), no_value_checks():
+        output, auxiliary_loss = AuxiliaryLosses(trial).compute(trial, inputs, tokens)
         tensors = [output.logits, *(_iterate_tensors(output) if whole_output else ())]
         total = torch.zeros((), device=device)
         for tensor in tensors:
             if tensor.requires_grad:
                 total = total + tensor.float().sum()
-        loss = terms.added(total, output, share=1.0)
+        loss = total if auxiliary_loss is None else total + auxiliary_loss
     # Do not run a backward pass on the meta device, because some of its kernels are missing there.
     leaves = _find_leaves(loss)
     if device != "meta":

@@ -8,22 +8,23 @@ each text gets the rotations that it has by itself.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from portable.data.samples.base import TEXT_TOKENS, count_text_tokens
 from portable.errors import UserError
+from portable.model.forward import ForwardWrapper
 from portable.private.of_transformers import RotaryLayer, list_rope_types
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
     from portable.config import RunConfig
+    from portable.model.forward import Model
 
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
 _OLD_NAMES = {"su": "longrope"}
@@ -98,46 +99,58 @@ def check_rotations(config: PretrainedConfig, task: str, key: str) -> None:
     )
 
 
-class TextRotations:
-    """Gives the rotary embeddings of a model the length of each text.
+class RotationForward(ForwardWrapper):
+    """Forward method that gives the rotary embeddings of a model the length of each text.
 
     Args:
         model: A transformers model, not wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self._layers = [
-            layer
+            _LengthAwareForward.install(module, types)
             for module in model.modules()
-            if (
-                types := {
-                    name: kind for name, kind in list_rope_types(module).items() if follows_length(kind)
-                }
-            )
-            for layer in [_LengthAwareForward.install(module, types)]
+            if (types := _find_length_dependent_types(module))
         ]
 
-    @contextmanager
-    def within(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Use the lengths of the texts in ``inputs`` for the forward pass in this context.
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        """Run the forward pass with the lengths of the texts in ``inputs``.
 
-        The lengths stay in use after the context in training, because layers may be recomputed in the
+        The lengths stay in use after the forward pass in training, because layers may be recomputed in the
         backward pass.
-
-        Args:
-            inputs: The inputs of the forward pass.
         """
-        if not self._layers or "input_ids" not in inputs:
-            yield
-            return
+        if "input_ids" not in inputs:
+            return self.__wrapped__(*arguments, **inputs)
         tokens = inputs[TEXT_TOKENS] if TEXT_TOKENS in inputs else count_text_tokens(inputs)
         for layer in self._layers:
             layer.tokens, layer.in_forward = tokens, True
         try:
-            yield
+            return self.__wrapped__(*arguments, **inputs)
         finally:
             for layer in self._layers:
                 layer.in_forward = False
+
+
+def rotate_by_text(model: Model) -> Model:
+    """Make length-dependent rotary embeddings follow the length of each text of a batch.
+
+    Without such embeddings, nothing changes.
+
+    Args:
+        model: A transformers model, not wrapped.
+
+    Returns:
+        The same model.
+    """
+    if any(map(_find_length_dependent_types, model.modules())):
+        RotationForward.install(model)
+    return model
+
+
+def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
+    """Return the length-dependent rope types of a rotary embedding by layer type; empty if it has none."""
+    return {name: kind for name, kind in list_rope_types(module).items() if follows_length(kind)}
 
 
 class _LengthAwareForward:

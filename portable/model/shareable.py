@@ -6,8 +6,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import require
+from portable.model.auxiliary_losses import ROUTER_LOSS
 from portable.model.document_attention import READ_THEIR_MASK, check_documents
-from portable.model.model_terms import ROUTER_LOSS
 from portable.private.of_transformers import attention_kernel, module_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""What ``train.loss`` names: a loss of the user's or a built-in variant, checked."""
+"""Losses that ``train.loss`` names: the contract of a custom loss, its checks, and the built-in variants."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -17,21 +18,20 @@ import torch
 from portable import plugins
 from portable.config.sources import training_names
 from portable.errors import UserError, one_line
+from portable.model.loss_by_source import LossBySource
 from portable.private import of_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from portable.backend import Batch
     from portable.config import RunConfig
+    from portable.data.samples.base import Batch
 
 IGNORED = -100
 _MOST_LOGITS = 2**26
 Statistic = Literal["log_probs", "log_z", "mean_logits"]
 STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")
 LOGITS = "logits"
-WEIGHT = "weight"
-"""The first number beside a loss of the user's: the weights that it returned, over those that it declares."""
 
 
 @dataclass(frozen=True)
@@ -130,43 +130,38 @@ class TrainingLoss:
         self.reference = reference if isinstance(reference, str) and reference != "adapter" else None
         self.whole: bool = getattr(loss, "whole", False)
         self.dropout: bool = getattr(loss, "dropout", True)
-        self._names: tuple[str, ...] = ()
-        self._looked_at = False
-        from portable.model.loss_by_source import BySource
+        self._is_checked = False
+        self._by_source = LossBySource(sources, with_losses="log_probs" in self.needs)
 
-        self._by_source = BySource(sources, losses="log_probs" in self.needs)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the numbers beside the loss: ``weight`` first. Known after the first call."""
-        return (*self._names, *self._by_source.names) if self._names else ()
-
-    def weight(self, batch: Batch) -> float:
-        """What a micro-batch weighs, on the host."""
+    def weight(self, batch: Batch) -> float | None:
+        """Compute the weight of a micro-batch on the host. None if it is the number of labels."""
         if self._weight is None:
-            return count_valid(batch["labels"])
+            return None
         with plugins.user_code_errors(self.key):
             weight = float(self._weight(batch))
         if not (math.isfinite(weight) and weight >= 0):
             raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
         return weight
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss, and the numbers beside it, as scalars.
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Compute the loss of a micro-batch. The first training micro-batch also checks what it returns.
 
-        What the loss returns is looked at once: at the first micro-batch that is trained on.
+        Returns:
+            The summed loss, the returned weight, and the sums to log by name, as fp32 scalars.
         """
         with plugins.user_code_errors(self.key):
-            value: Any = (self._loss if self._looked_at else self._first)(outputs, batch)
-            total, weight, *more = value
-            found = {WEIGHT: weight, **(more[0] if more else {})}
-            self._names = self._names or tuple(found)
-            numbers = {name: found[name] for name in self._names} | self._by_source(outputs, batch)
+            value: Any = (self._loss if self._is_checked else self._call_and_check)(outputs, batch)
+            total, weight, *metrics = value
+            sums = {
+                **(metrics[0] if metrics else {}),
+                **self._by_source.compute_sums(outputs.log_probs, batch),
+            }
             device = batch["labels"].device
-            return total.float(), {name: _scalar(one, device) for name, one in numbers.items()}
+            scalars = {name: _scalar(value, device) for name, value in sums.items()}
+            return total.float(), _scalar(weight, device), scalars
 
-    def _first(self, outputs: Outputs, batch: Batch) -> Any:
-        """What the loss returns, looked at; for the training, with a sync with the device."""
+    def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
+        """Call the loss and check the result. In training, this syncs the host with the device."""
         from portable.model.whole_values import WholeValues
 
         before = [(name, one, of_torch.changes(one)) for name, one in batch.items()]
@@ -181,12 +176,12 @@ class TrainingLoss:
         if torch.is_grad_enabled():
             self._check_backward(outputs, batch, value[0])
             self._check_sum(outputs, batch, value[0])
-            self._looked_at = True
+            self._is_checked = True
         return value
 
-    def named(self, numbers: dict[str, float]) -> dict[str, float]:
-        """The means of a step, as they are logged."""
-        return self._by_source.named(numbers)
+    def name_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the values that a step logs, from the means over the step."""
+        return self._by_source.name_metrics(means)
 
     def unequal(self, share: float) -> str:
         """What to say if the weights that it returned are ``share`` times those that it declared."""
@@ -288,7 +283,7 @@ def _mistake(value: Any, device: torch.device) -> str | None:
     total, weight, more = value if len(value) == 3 else (*value, {})
     if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
         return f"the third value is no mapping of names to sums: {more!r:.60}"
-    for name, one in {"the sum": total, WEIGHT: weight, **more}.items():
+    for name, one in {"the sum": total, "weight": weight, **more}.items():
         if (shape := tuple(getattr(one, "shape", ()))) != ():
             return f"{name} has shape {list(shape)}, but is one number a micro-batch; add it up with .sum()"
         if not isinstance(one, torch.Tensor | float | int):
@@ -322,8 +317,10 @@ def _rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
         return value[part] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
 
     own = outputs.model
-    if isinstance(own, dict):  # a ModelOutput
-        own = type(own)(**{name: cut(value) for name, value in own.items()})
+    if isinstance(own, dict):  # a ModelOutput, to which a custom model may have added entries
+        own = copy.copy(own)
+        for name, value in outputs.model.items():
+            own[name] = cut(value)
     tensors = {name: cut(value) for name, value in vars(outputs).items() if name != "model"}
     return Outputs(**tensors, model=own)
 
@@ -391,10 +388,3 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
     if getattr(loss, "whole", False) and config.data.packing and kind != "auto":
         raise UserError(f"{key}: needs whole sequences; set data.packing to false")
     return TrainingLoss(key, loss, in_evaluation=train.loss is not None, sources=sources)
-
-
-def count_valid(labels: Tensor) -> int:
-    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
-    if labels.is_floating_point():
-        return int(torch.count_nonzero(~labels.isnan()))
-    return int(torch.count_nonzero(labels != IGNORED))

@@ -16,6 +16,7 @@ from portable.private import Package
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
@@ -25,30 +26,25 @@ _transformers = Package("transformers", "5.24.0")
 # -- masks -------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def no_value_checks() -> Iterator[None]:
+def no_value_checks() -> AbstractContextManager[None]:
     """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
 
     transformers looks for packed sequences, and skips masks that mask nothing, unless it is being traced.
     Here, every mask that is given is used. :mod:`portable.model.document_attention` says where the documents
     of a packed sample are.
     """
-    with no_packed_sequences(), _replaced(is_tracing=_always):
-        yield
+    return _replaced(find_packed_sequence_indices=_none, is_tracing=_always)
 
 
-def no_packed_sequences() -> Any:
-    """A context in which transformers does not look for packed sequences."""
+def no_packed_sequences() -> AbstractContextManager[None]:
+    """Return a context in which transformers does not look for packed sequences."""
     return _replaced(find_packed_sequence_indices=_none)
 
 
 @contextmanager
-@_transformers.needed_for("training")
 def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of ``transformers.masking_utils`` by name."""
-    from transformers import masking_utils
-
-    module: Any = masking_utils
+    module = _find_masking_module()
     before = {name: getattr(module, name) for name in functions}
     for name, function in functions.items():
         setattr(module, name, function)
@@ -57,6 +53,16 @@ def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(module, name, function)
+
+
+@_transformers.needed_for("training")
+def _find_masking_module() -> Any:
+    """Import ``transformers.masking_utils``, and check that it has the functions that are replaced."""
+    from transformers import masking_utils
+
+    module: Any = masking_utils
+    _ = module.find_packed_sequence_indices, module.is_tracing
+    return module
 
 
 def _none(position_ids: Any) -> None:
@@ -73,16 +79,23 @@ attention_kernel = _transformers.attribute("_attn_implementation", "model.attent
 
 
 @contextmanager
+def replaced_function(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace an entry of a mapping of functions within this context."""
+    before = functions[name]
+    functions[name] = function
+    try:
+        yield
+    finally:
+        functions[name] = before
+
+
+@contextmanager
 @_transformers.needed_for("data.packing: documents")
 def masks_made_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str) -> Iterator[None]:
     """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
     functions = mask_functions()
-    before = functions[kernel]
-    functions[kernel] = wrap(before)
-    try:
+    with replaced_function(functions, kernel, wrap(functions[kernel])):
         yield
-    finally:
-        functions[kernel] = before
 
 
 @_transformers.needed_for("context_parallel_size")

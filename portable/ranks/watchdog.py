@@ -14,15 +14,13 @@ import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from converters.storage.safe_open import open_without_links
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
-
-T = TypeVar("T")
 
 COMPILING = 4.0  # factor on the time limit of the first batch, which includes compilation
 GRACE = 3.0  # seconds between a rank's report and its exit, so that other ranks can report, too
@@ -70,18 +68,18 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def over(self, batches: Iterable[T]) -> Generator[T, None, None]:
-        """Yield ``batches``, and watch until the last one has been processed."""
-        iterator = iter(batches)
-        try:
-            self._move(COMPILING)
-            for number, batch in enumerate(iterator):
-                self._move(COMPILING if number == 0 else 1.0)
-                yield batch
-            self._limit = float("inf")
-        finally:
-            if (close := getattr(iterator, "close", None)) is not None:
-                close()
+    def restart(self, *, compiles: bool = False) -> None:
+        """Restart the timer, because a batch is expected or has arrived.
+
+        Args:
+            compiles: Whether the next batch may take longer, because the first batch includes compilation.
+        """
+        self._moved = time.monotonic()
+        self._limit = (COMPILING if compiles else 1.0) * self._seconds
+
+    def rest(self) -> None:
+        """Stop the timer until the next call of :meth:`restart`."""
+        self._limit = float("inf")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -91,10 +89,6 @@ class Watchdog:
             yield
         finally:
             self._moved, self._limit = time.monotonic(), limit
-
-    def _move(self, factor: float) -> None:
-        self._moved = time.monotonic()
-        self._limit = factor * self._seconds
 
     def _watch(self) -> None:
         checked = time.monotonic()

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from portable.formatting import human_count
 from portable.reporting.json_lines import JsonLines, drop_later_rows, read_rows
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
 
 
 METRICS_FILE = "metrics.jsonl"
-T = TypeVar("T")
 
 
 class MetricsFile(JsonLines):
@@ -84,7 +83,9 @@ class Throughput:
         """Samples a second of this launch, until the last log."""
         self.waits = 0.0
         """The share of the time between the last two logs in which a step waited for its batches."""
-        self._waited = self._waiting = 0.0  # since the last log, in steps; and since the last step
+        self._waited = 0.0  # since the last log, in steps
+        self.waiting = 0.0
+        """Seconds that the iterator of batches has waited since the last step."""
         self._samples = 0
         self._start = self._first = self._logged = self._now()
 
@@ -101,7 +102,7 @@ class Throughput:
         """Count one step of ``samples`` sequences."""
         self.steps += 1
         self._samples += samples
-        self._waited, self._waiting = self._waited + self._waiting, 0.0
+        self._waited, self.waiting = self._waited + self.waiting, 0.0
         if self.steps == 1:
             self._first = self._now()
 
@@ -124,19 +125,7 @@ class Throughput:
     def pause(self, seconds: float) -> None:
         """Do not count ``seconds`` of an evaluation or a save, nor what it waited."""
         self.paused += seconds
-        self._waiting = 0.0
-
-    def over(self, batches: Iterable[T]) -> Iterator[T]:
-        """``batches``, of which each is waited for."""
-        iterator = iter(batches)
-        while True:
-            begun = time.perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            self._waiting += time.perf_counter() - begun
-            yield batch
+        self.waiting = 0.0
 
 
 def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:

@@ -26,9 +26,8 @@ from portable.reporting.trackers import KEY, Tracker, open_trackers
 from portable.terminal import LOG, at_a_terminal, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from portable.backend import Batch
     from portable.loop import Progress
     from portable.output.output_dir import Output
     from portable.reporting.metrics import Kind
@@ -50,6 +49,9 @@ class Reporter(Callback):
         run: that it is a callback of.
         output: the run's folder.
         restored: The model and the checkpoint it comes from.
+
+    Attributes:
+        throughput: Samples per second, and the time that steps wait for batches.
     """
 
     def __init__(self, run: Run, output: Output, restored: Restored) -> None:
@@ -111,32 +113,31 @@ class Reporter(Callback):
                 disable=not at_a_terminal(),
             )
         self._total_steps = prepared.steps
-        self._throughput = Throughput()
+        self.throughput = Throughput()
 
     # -- called beside the steps -------------------------------------------------------------------------
 
     def on_step(self, run: Run) -> None:
-        self._throughput.add(run.prepared.plan.global_batch_size)
+        self.throughput.add(run.prepared.plan.global_batch_size)
         if self._bar is not None:
             self._bar.update(1)
         if not (run.last or run.logs(run.step)):
             return
         run.health.check(run)
         result = run.result
-        extra = [] if result.numbers is None else [result.numbers]
-        loss, grad_norm, *numbers = self._backend.read([result.loss, result.grad_norm, *extra])
+        loss, grad_norm, *metrics = self._backend.read([result.loss, result.grad_norm, result.metrics])
         of_step = {"loss": loss, "grad_norm": grad_norm, "learning_rate": result.learning_rate}
-        of_loss = run.engine.objective.named(numbers)
+        of_loss = run.engine.objective.name_metrics(dict(zip(result.metric_names, metrics, strict=True)))
         run.call("on_log", {**of_step, **of_loss})
-        samples_per_second = self._throughput.window()
+        samples_per_second = self.throughput.window()
         of_data = {"data_wait": self._waited(), **self._data.progress(run.samples)}
         self._log(run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged()})
 
     def _waited(self) -> float:
         """The share of the time that steps waited for data; a warning where it is long, once."""
-        share = self._throughput.waits
+        share = self.throughput.waits
         # The first steps also wait because the queue has to be filled.
-        if share > _LONG_WAIT and self._throughput.steps > self._log_every and not self._has_warned:
+        if share > _LONG_WAIT and self.throughput.steps > self._log_every and not self._has_warned:
             self._has_warned = True
             remedy = "raise data.num_workers" + (", or use more CPU cores" if self._streams else "")
             self.say(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")
@@ -187,8 +188,8 @@ class Reporter(Callback):
         self._bar.set_postfix({name: value for name, value in shown.items() if name != "mem"})
         pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
         line = f"step {progress.step}/{self._total_steps}  {pairs}"
-        if self._throughput.steps > 1:  # the first step, which compiles, does not tell
-            left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
+        if self.throughput.steps > 1:  # the first step, which compiles, does not tell
+            left = (self._total_steps - progress.step) * self.throughput.seconds_per_step()
             line += f"  left {human_time(left)}"
         LOG.log(logging.INFO if self._bar.disable else logging.DEBUG, "%s", line)
 
@@ -201,11 +202,8 @@ class Reporter(Callback):
         self.say(f"warning: {since}{message}")
         self.record("skip", run.progress, count=count, told=message)
 
-    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        return self._throughput.over(batches)
-
     def paused(self, run: Run, seconds: float) -> None:
-        self._throughput.pause(seconds)
+        self.throughput.pause(seconds)
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
         """``values`` are numbers, and mappings that only ``metrics.jsonl`` gets."""
@@ -233,19 +231,19 @@ class Reporter(Callback):
 
     def summary(self, places: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""
-        seconds = time.perf_counter() - self._throughput.started
-        rate = self._throughput.launch
+        seconds = time.perf_counter() - self.throughput.started
+        rate = self.throughput.launch
         _, peak = self._backend.memory()
         rows = [("time", human_time(seconds))]
-        if trained := self._throughput.steps > 0:
-            first, paused = self._throughput.first_step, self._throughput.paused
+        if trained := self.throughput.steps > 0:
+            first, paused = self.throughput.first_step, self.throughput.paused
             rows[0] = (
                 "time",
                 f"{human_time(seconds)}, of which first step {human_time(first)}, "
                 f"evaluations and saves {human_time(paused)}",
             )
             rows.append(("samples/s", f"{rate:,.2f}"))
-            after = " in the steps after the first" if self._throughput.steps > 1 else ""
+            after = " in the steps after the first" if self.throughput.steps > 1 else ""
             rows.append(("tokens/s", f"{rate * self._tokens_per_sample:,.0f}{after}"))
         rows.append(("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
         if trained and self._peak_flops is not None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from portable.data.samples.base import Batch
 from portable.data.samples.loader import EvalLoader, TrainLoader
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
-    from portable.data.samples.base import Batch, Samples
+    from portable.data.samples.base import Samples
+    from portable.ranks.watchdog import Watchdog
+    from portable.reporting.metrics import Throughput
     from portable.run.stages import Prepared
 
 BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
@@ -58,6 +63,35 @@ def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
         dynamic_ncols=True,
         disable=prepared.backend.rank != 0 or not at_a_terminal(),
     )
+
+
+class WatchedBatches(Iterator[Batch]):
+    """Iterator over batches that measures how long each is waited for, and restarts the watchdog.
+
+    Args:
+        batches: Batches of the training or of an evaluation.
+        watchdog: Restarted by each batch, and stopped after the last batch.
+        throughput: Receives the seconds of each wait.
+    """
+
+    def __init__(self, batches: Iterable[Batch], *, watchdog: Watchdog, throughput: Throughput) -> None:
+        self._batches = iter(batches)
+        self._watchdog = watchdog
+        self._throughput = throughput
+        self._is_first = True
+        watchdog.restart(compiles=True)
+
+    def __next__(self) -> Batch:
+        begun = time.perf_counter()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._watchdog.rest()
+            raise
+        self._throughput.waiting += time.perf_counter() - begun
+        self._watchdog.restart(compiles=self._is_first)
+        self._is_first = False
+        return batch
 
 
 def _pins_memory(prepared: Prepared) -> bool:

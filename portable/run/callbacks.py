@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from portable.private import of_torch
 from portable.ranks import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
     from portable.loop import StepResult
-    from portable.ranks.watchdog import Watchdog
     from portable.run.stages import Prepared, Restored
 
 HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
@@ -52,6 +52,8 @@ class Run:
         until: the step at which this launch ends. stopped: whether a signal ends it after this step.
         result: of the latest step, on the device.
         callbacks: in the order in which they are called.
+        watch_batches: Function that iterates over the batches of the training or of an evaluation, measures
+            how long each is waited for, and restarts the watchdog. See :class:`WatchedBatches`.
     """
 
     result: StepResult
@@ -76,6 +78,7 @@ class Run:
         self.first_step = restored.progress.step + 1
         self.stopped = False
         self.callbacks: Sequence[Callback] = ()
+        self.watch_batches: Callable[[Iterable[Batch]], Iterator[Batch]] = iter
         self.health = Health(self, folder)
         self.pending: dict[str, float | Tensor] = {}
         self.stopping = self.saving = False
@@ -145,13 +148,15 @@ class Run:
         return step in (self.first_step, self.until) or step % self.config.log.every_steps == 0
 
     def due(self, every_steps: int | None, every_epochs: float | None) -> bool:
-        """Whether the latest step reached a multiple of as many steps, or reached or passed one of epochs."""
+        """Return whether the latest step is a multiple of the steps, or passed a multiple of the epochs."""
         if every_steps and self.step % every_steps == 0:
             return True
-        every = (every_epochs or 0) * self.prepared.data.train.epoch_samples
+        if not every_epochs:
+            return False
+        every = every_epochs * self.prepared.data.train.epoch_samples
         before = self.samples - self.prepared.plan.global_batch_size
         # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
-        return every > 0 and math.floor(self.samples / every + 1e-9) > math.floor(before / every + 1e-9)
+        return math.floor(self.samples / every + 1e-9) > math.floor(before / every + 1e-9)
 
     @property
     def pauses(self) -> bool:
@@ -163,13 +168,7 @@ class Run:
     def call(self, method: str, *values: Any) -> None:
         """Call a method of every callback, in their order."""
         for callback in self.callbacks:
-            callback.call(method, self, *values)
-
-    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """``batches`` as the callbacks look after them."""
-        for callback in self.callbacks:
-            batches = callback.over(batches)
-        return batches
+            getattr(callback, method)(self, *values)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -206,7 +205,7 @@ def callback_order(config: RunConfig, *, profile: bool = False) -> list[str]:
     """
     user = [_name(name) for name in config.train.callbacks]
     profiling, uploading = ["profile"] * profile, ["upload"] * (config.hub.push is not None)
-    return ["watchdog", *user, *profiling, "report", "evaluate", "save", *uploading]
+    return [*user, *profiling, "report", "evaluate", "save", *uploading]
 
 
 def _name(name: str) -> str:
@@ -223,20 +222,19 @@ class UserCallback(Callback):
 
     def __init__(self, name: str, given: Any) -> None:
         self._name = name
-        self._given = given
+        for hook in HOOKS:
+            if (function := getattr(given, hook, None)) is not None:
+                setattr(self, hook, partial(self._call, hook, function))
 
-    def call(self, method: str, run: Run, *values: Any) -> None:
-        """Call a method that the object has.
+    def _call(self, method: str, function: Callable[..., None], run: Run, *values: Any) -> None:
+        """Call a method of the object.
 
         Raises:
             UserError: with its name and line, if it fails.
         """
-        called = getattr(self._given, method, None) if method in HOOKS else None
-        if called is None:
-            return
         name, before = f"{self._name}: {method}", _versions(run.model)
         with plugins.user_code_errors(name), WholeValues(name, differentiated=False):
-            called(run, *values)
+            function(run, *values)
         if any(before.get(one, version) != version for one, version in _versions(run.model).items()):
             raise UserError(
                 f"{name}: changes parameters of the model, which ranks and the optimizer do not know of; use "
@@ -268,16 +266,6 @@ def _versions(model: nn.Module) -> dict[int, int]:
     A pass through the model may leave others in their place, such as gathered ones.
     """
     return {id(parameter): of_torch.changes(parameter) for parameter in model.parameters()}
-
-
-class Beats(Callback):
-    """The watchdog's: it wants the next batch in time, of a step or of an evaluation."""
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        self._watchdog = watchdog
-
-    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        return self._watchdog.over(batches)
 
 
 _SHOWN_NAMES = 3

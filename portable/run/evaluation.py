@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 def evaluate_all(
-    prepared: Prepared, engine: Engine, over: Callable[[Iterable[Batch]], Iterable[Batch]] = iter
+    prepared: Prepared, engine: Engine, watch: Callable[[Iterable[Batch]], Iterable[Batch]] = iter
 ) -> dict[str, Any]:
     """The values of every metric on every source, named as in ``metrics.jsonl``; all ranks call it.
 
     Args:
         prepared: the run.
         engine: its model.
-        over: wraps the batches of each evaluation.
+        watch: Function that iterates over the batches of each evaluation.
     """
     found: dict[str, Any] = {}
     averaged = prepared.config.train.eval_ema
     if averaged:
         engine.swap_ema_weights()
     for source, samples in prepared.data.evals.items():
-        batches = over(eval_batches(prepared, samples))
+        batches = watch(eval_batches(prepared, samples))
         values = evaluate(prepared.backend, engine, batches, prepared.metrics)
         found |= {_name(value, source): number for value, number in values.items()}
     if averaged:
@@ -127,7 +127,7 @@ class Evaluations(Callback):
     def __call__(self, progress: Progress, *, counts: bool) -> Decision:
         """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.eval_history``."""
         with self._run.pause():
-            values = evaluate_all(self._prepared, self._run.engine, self._run.over)
+            values = evaluate_all(self._prepared, self._run.engine, self._run.watch_batches)
             self._run.call("on_evaluation", values)
         best_tracker = self._prepared.best_tracker
         if best_tracker is None or not counts:

@@ -17,11 +17,11 @@ from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import format_short_count, human_count
 from portable.model import build as models
+from portable.model.auxiliary_losses import adds_router_loss
 from portable.model.document_attention import list_packing_notes
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
-from portable.model.model_terms import adds_router_loss
 from portable.model.padding import explain_padding
 from portable.model.published import PublishedNames
 from portable.model.reach import get_unreached_names, summarize_parameters

@@ -147,7 +147,7 @@ def _run_with_hooks(
             tokens = backend.read([backend.total(tokens)])[0]
         with _Outputs(engine.model, rows) as outputs:
             last = index == plan.accumulation_steps - 1
-            losses.append(engine.accumulate(backend.place(batch), valid, last=last).reshape(-1)[0])
+            losses.append(engine.accumulate(backend.place(batch), valid, last=last).values[0])
         value, *firsts = backend.read([losses[-1], *outputs.flags])
         at = next((number for number, row in enumerate(firsts) if row < rows), None)
         row = None if at is None else int(firsts[at])

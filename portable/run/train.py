@@ -22,8 +22,8 @@ from portable.ranks import launch
 from portable.ranks.collectives import agree, all_or_none
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.reporter import Reporter
-from portable.run.batches import train_loader
-from portable.run.callbacks import Beats, Run, callback_order, load_callbacks
+from portable.run.batches import WatchedBatches, train_loader
+from portable.run.callbacks import Run, callback_order, load_callbacks
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore
@@ -82,11 +82,11 @@ def train_run(
         batches = iter(train_loader(prepared, run.samples))
         reporter = Reporter(run, output, restored)
         watchdog = _watchdog(run, output, peers)
+        run.watch_batches = partial(WatchedBatches, watchdog=watchdog, throughput=reporter.throughput)
         profiler = _profiler(run, output) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)
         by_name: dict[str, Callback | None] = {
             **load_callbacks(run.config.train.callbacks),
-            "watchdog": Beats(watchdog),
             "profile": profiler,
             "report": reporter,
             "evaluate": Evaluations(run, reporter.has_evaluation),

@@ -144,12 +144,12 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
     accumulate = TorchEngine.accumulate
     tries = memory_trial.fits
 
-    def out_of_memory(self: TorchEngine, batch: Any, valid: Any, *, last: bool) -> Any:
+    def out_of_memory(self: TorchEngine, *arguments: Any, **keywords: Any) -> Any:
         nonlocal taken
         taken += 1
         if taken > after:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return accumulate(self, batch, valid, last=last)
+        return accumulate(self, *arguments, **keywords)
 
     def fits(*arguments: Any) -> bool:
         with pytest.MonkeyPatch.context() as inner:

@@ -40,8 +40,8 @@ def test_a_step_reads_nothing(settings: dict[str, Any], tmp_path: Path, corpus: 
     with opened(config) as trial, seen.looking():
         for _ in range(2):
             for last in (False, True):
-                loss = trial.engine.accumulate(next(trial.batches), torch.tensor(100), last=last)
-            trial.engine.update(1e-3, 1.0, loss)
+                sums = trial.engine.accumulate(next(trial.batches), torch.tensor(100), last=last)
+            trial.engine.update(1e-3, 1.0, sums.values[0])
     assert not seen.found, seen.found[0]
 
 

@@ -127,6 +127,7 @@ def test_defaults_that_follow_from_the_data_and_the_model(
     lines = [" ".join(line.split()) for line in said.out.splitlines()]
     assert {"betas: [0.9, 0.999]", "seq_len: 64", "eval_every_epochs: 1.0"} <= set(lines)
     assert {f"{key} default for fine-tuning" for key in ("train.betas", "data.seq_len")} <= set(lines)
+    assert "model transforms chunked loss, document attention, loss parts" in lines
     assert main([*chats, "--data.seq_len", "32", "--train.betas", "0.8", "0.9", "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "data.seq_len is" not in said.err

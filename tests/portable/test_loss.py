@@ -19,7 +19,7 @@ from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
 from portable.model.build import AUTO_CLASSES, model_config
 from portable.model.chunked_loss import chunked_head
-from portable.model.loss import Objective, token_loss
+from portable.model.loss import Objective, divide_by_global_weight, forward_loss, token_loss
 from portable.model.training_loss import IGNORED
 from portable.run.batches import train_loader
 from tests.engines import ENGINES, Engines
@@ -91,6 +91,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def loss_of(objective: Objective, model: nn.Module, batch: dict[str, Tensor], valid: Tensor) -> Tensor:
+    output = forward_loss(model, batch, objective)
+    return divide_by_global_weight(output, valid, objective.global_batch_size).loss
+
+
 def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:
     """Its loss for one micro-batch; aligned labels are what it calls shifted ones."""
     more: dict[str, Any] = {"shift_labels": batch["labels"]} if task == "causal-lm" else {}
@@ -108,7 +113,7 @@ def test_a_micro_batch_alone_has_the_loss_of_transformers(model_type: str) -> No
     truth.backward()
     expected = gradients(model)
     valid = (batch["labels"] != IGNORED).sum()
-    loss = Objective(model, len(batch["labels"]))(model, batch, valid)[0]
+    loss = loss_of(Objective(model, len(batch["labels"])), model, batch, valid)
     loss.backward()
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-7)
@@ -125,7 +130,7 @@ def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> N
     valid = (batch["labels"] != IGNORED).sum()
     objective = Objective(model, 4)
     for micro_batch in micro_batches:
-        objective(model, micro_batch, valid)[0].backward()
+        loss_of(objective, model, micro_batch, valid).backward()
     found = gradients(model)
     for micro_batch, share in zip(micro_batches, (3 / 4, 1 / 4), strict=True):
         logits = model(**{name: t for name, t in micro_batch.items() if name != "labels"}).logits
@@ -149,7 +154,7 @@ def test_nothing_is_added_unless_the_config_asks_for_it(model_type: str, off: di
     """A head in parts gives losses in place of logits, of which a z-loss would make nonsense."""
     batch = inputs(MODELS.get(model_type, "causal-lm"))
     model, valid = built(model_type, **off), torch.tensor(7)
-    assert Objective(model, 3)(model, batch, valid)[0].equal(token_loss(model, batch) / valid)
+    assert loss_of(Objective(model, 3), model, batch, valid).equal(token_loss(model, batch) / valid)
     if model_type == "bamba":
         assert chunked_head(model, "auto") is not None and chunked_head(built("bamba"), "auto") is None
 
@@ -357,8 +362,7 @@ def test_accuracy_and_entropy_by_hand(loss: str | None, chunks: int, corpus: Pat
             labelled += int((labels != IGNORED).sum())
         result = trial.step()
         trial.batches = loader
-        assert result.numbers is not None
-        found = trial.engine.objective.named(trial.backend.read([result.numbers]))
+        found = trial.read_metrics(result)
         assert found["mean_token_accuracy"] == pytest.approx(hits / count, rel=1e-6)
         if not chunks:
             assert found["entropy"] == pytest.approx(entropy / labelled, rel=1e-5)

@@ -19,7 +19,7 @@ from portable.errors import UserError
 from portable.evaluation.builtin import KNOWN, Setting, build_metrics
 from portable.evaluation.generation import rouge_l
 from portable.evaluation.metrics import evaluate
-from portable.model.loss import added
+from portable.evaluation.totals import add_to_totals
 from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
@@ -42,7 +42,7 @@ def values_of(setting: Setting, logits: Tensor, labels: Tensor, size: int, more:
     for rows, wanted in zip(logits.split(size), labels.split(size), strict=True):
         outputs = Outputs(None if floats else rows.argmax(dim=-1), rows)
         sums = measures(outputs, {"labels": wanted})
-        totals = added(totals, {name: value.double() for name, value in sums.items()})
+        totals = add_to_totals(totals, {name: value.double() for name, value in sums.items()})
     valid = (~labels.isnan() if floats else labels != IGNORED).sum()
     totals = {"labels": valid, "loss": 2 * valid, **totals}
     return measures.values({name: total.double() for name, total in totals.items()})

@@ -241,14 +241,8 @@ def test_the_losses_without_reference_are_those_of_trl(kind: str, monkeypatch: p
 
 def losses(config: RunConfig) -> list[dict[str, float]]:
     with opened(config) as trial:
-        backend, objective = trial.backend, trial.engine.objective
         results = [trial.step() for _ in range(config.train.steps or 0)]
-        found = []
-        for result in results:
-            assert result.numbers is not None
-            loss, *numbers = backend.read([result.loss, result.numbers])
-            found.append({"loss": loss, **objective.named(numbers)})
-        return found
+        return [{"loss": float(result.loss), **trial.read_metrics(result)} for result in results]
 
 
 LORA: dict[str, Any] = {

@@ -32,6 +32,8 @@ STANDS_STILL = """
 import sys, time
 from pathlib import Path
 from portable.ranks import watchdog
+from portable.reporting.metrics import Throughput
+from portable.run.batches import WatchedBatches
 
 watchdog.GRACE = 0.1
 def a_step_that_never_ends():
@@ -39,7 +41,7 @@ def a_step_that_never_ends():
 
 dog = watchdog.Watchdog(rank=3, seconds=1.5, folder=Path(sys.argv[1]), report=print)
 with dog:
-    for batch in dog.over(range(8)):
+    for batch in WatchedBatches(range(8), watchdog=dog, throughput=Throughput()):
         time.sleep(2 if batch == 0 else 0)  # the first may take longer
         if batch == 2:
             with dog.paused():
@@ -60,9 +62,9 @@ def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
     assert ended.returncode == 1
     first, line = ended.stdout.splitlines()
     assert first == "standing still"
-    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:8\)", line)
+    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:10\)", line)
     stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
-    assert "line 8 in a_step_that_never_ends" in stacks
+    assert "line 10 in a_step_that_never_ends" in stacks
 
 
 def join_attempt(store: Any, rank: int, world_size: int) -> str:

@@ -204,8 +204,7 @@ def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list
     with opened(config) as trial:
         results = [trial.step() for _ in range(4)]
         losses = trial.backend.read([result.loss for result in results])
-        assert results[-1].numbers is not None
-        numbers = trial.engine.objective.named(trial.backend.read([results[-1].numbers]))
+        numbers = trial.read_metrics(results[-1])
         return losses, numbers, [name for name, _ in trial.engine.model.named_parameters()]
 
 
@@ -213,7 +212,8 @@ def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list
 def test_a_head_of_ones_own(name: str, corpus: Path, tmp_path: Path, engines: Engines) -> None:
     own = {"model__function": f"{HERE}:with_value", "train__loss": f"{HERE}:Valued"}
     common = {"train__micro_batch_size": 1, "train__global_batch_size": 4, **own}
-    truth, numbers, names = with_a_value(configured(tmp_path, corpus, **common))
+    two_rows = {**common, "train__micro_batch_size": 2}  # which are compared with their halves
+    truth, numbers, names = with_a_value(configured(tmp_path, corpus, **two_rows))
     assert "value.weight" in names and numbers["values"] > 0
     settings = {**common, **ENGINES[name].settings}
     found = engines.run(name, 2, with_a_value, configured(tmp_path, corpus, **settings))

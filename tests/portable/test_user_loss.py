@@ -17,7 +17,7 @@ from portable import UserError
 from portable.backend import Batch
 from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
-from portable.model.loss import add_noise
+from portable.model.regularization import add_noise
 from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
@@ -144,15 +144,14 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
     """Losses and norms of the steps, the numbers of the last one, and what an evaluation comes to."""
     with opened(config) as trial:
         results = [trial.step() for _ in range(STEPS)]
-        backend, objective = trial.backend, trial.engine.objective
+        backend = trial.backend
         found = [tuple(backend.read([result.loss, result.grad_norm])) for result in results]
-        numbers = results[-1].numbers
-        assert numbers is not None and trial.run.data.eval is not None
+        assert trial.run.data.eval is not None
         batches = eval_batches(trial.run, trial.run.data.eval)
         evaluated = evaluate(backend, trial.engine, batches, trial.run.metrics)
         graphs: Any = getattr(trial.engine, "graphs", None)
         assert graphs is None or all(count == 1 for count in graphs.distinct.values()), graphs.distinct
-        return found, objective.named(backend.read([numbers])), evaluated
+        return found, trial.read_metrics(results[-1]), evaluated
 
 
 @pytest.mark.parametrize(("kind", "name", "size", "own"), CASES, indirect=["kind"])
@@ -210,6 +209,8 @@ class Odd:
                 return total.detach(), weight
             case "in place":
                 batch["labels"].fill_(0)
+            case "names":
+                return total, weight, {f"{float(total):.6g}": total}
         return total, weight
 
 
@@ -230,6 +231,10 @@ ODD = {
     ("name", "told"),
     [
         *((f"Odd(kind={kind!r})", rf"Odd.*: .*{told}") for kind, told in ODD.items()),
+        (
+            "Odd(kind='names')",
+            r"logs .* for one micro-batch and .* for another; return the same names",
+        ),
         ("focl", r"has no focl; did you mean Focal"),
     ],
 )
@@ -238,8 +243,7 @@ def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path
         config = configured(tmp_path, corpus, **PADDED, train__loss=f"{HERE}:{name}")
         with opened(config) as trial:
             result = trial.step()
-            assert result.numbers is not None
-            trial.engine.objective.named(trial.backend.read([result.numbers]))
+            trial.read_metrics(result)
     assert str(caught.value).startswith("train.loss") and "\n" not in str(caught.value)
 
 

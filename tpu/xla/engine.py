@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,12 @@ from torch import nn
 from portable import plugins
 from portable.checkpoint.match_to_model import stored_state
 from portable.engines.fsdp.saving import Saver
+from portable.engines.transforms import apply_transforms, build_objective
 from portable.errors import require
+from portable.evaluation.totals import add_to_totals, build_zero_totals
+from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.layers import transformer_layers
-from portable.model.loss import Objective, added, no_totals, shares
+from portable.model.loss import divide_by_global_weight, forward_loss
 from portable.optim.average import exchange
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.private.of_transformers import no_value_checks
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
-    from portable.model.loss import MetricAccumulator
+    from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor
     from tpu.xla.graphs import Graphs
     from tpu.xla.layout import Layout, Spec
@@ -92,8 +96,9 @@ class XlaEngine:
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
                 layer.register_full_backward_hook(_barrier)
-        self.objective = Objective.of(model, config)
-        if self.objective.of_routers:
+        apply_transforms(model, config, ExitStack())
+        self.objective = build_objective(model, config)
+        if AuxiliaryLosses(model).include_router_loss:
             _check_routers(segments, recomputed=self._recomputed)
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
@@ -131,28 +136,34 @@ class XlaEngine:
 
     # -- the step ----------------------------------------------------------------------------------------
 
-    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        def passes() -> Tensor:
+    def accumulate(
+        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    ) -> StepSums:
+        """See the protocol. Token metrics are always computed, because they decide the graph."""
+
+        def run_passes() -> StepSums:
             # The gradients of lookup tables gather tokens. The compiler would do so inside the product that
             # makes the logits, and what comes out of such a fusion is not overwritten: logits would lie
             # beside their gradients. So tokens wait for the loss. If layers are recomputed, they are gathered
             # late anyway. Lengths would become an input of the graph; here, masks keep documents apart.
             waits = {} if self._recomputed else batch
             waiting = {name: another(rows) for name, rows in waits.items() if name != "document_lengths"}
-            loss, numbers = self.objective(self.model, {**batch, **waiting}, valid)
+            output = forward_loss(self.model, {**batch, **waiting}, self.objective)
+            share = divide_by_global_weight(output, weight, self.objective.global_batch_size)
+            loss = share.loss
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
             # Sorted: the graph is one, in whatever order a sample has its tensors.
             xla.barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
             loss.backward(start)
-            return shares(loss, numbers)
+            return share.detach()
 
         with self.graphs.recording():
-            loss: Tensor = self._with_compute_copies(passes)
+            sums: StepSums = self._with_compute_copies(run_passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
-            self.graphs.run("micro-batch", [loss, *(self._accumulated or {}).values()])
-        return loss
+            self.graphs.run("micro-batch", [sums.values, *(self._accumulated or {}).values()])
+        return sums
 
     def _add_gradients(self) -> None:
         """Add this micro-batch's gradients to those accumulated on the devices."""
@@ -275,12 +286,14 @@ class XlaEngine:
     ) -> dict[str, Tensor]:
         self.model.eval()
         sums: dict[str, Tensor] = self._with_compute_copies(
-            partial(self.objective.evaluated, self.model, batch, measure)
+            partial(self.objective.evaluate, self.model, batch, measure)
         )
         self.model.train()
         # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
-        totals = dict(totals) or {name: self.layout.whole(zero) for name, zero in no_totals(sums).items()}
-        totals = added(totals, sums)
+        totals = dict(totals) or {
+            name: self.layout.whole(zero) for name, zero in build_zero_totals(sums).items()
+        }
+        totals = add_to_totals(totals, sums)
         for total in totals.values():
             whole = self.layout.sharding(self.layout.replicated(total.dim()))
             xla.mark_sharding(total, whole)

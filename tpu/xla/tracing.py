@@ -24,6 +24,7 @@ from portable.evaluation.builtin import Setting, build_metrics
 from portable.loop import train_step
 from portable.model import build as models
 from portable.model.labels import problem_of
+from portable.model.loss import StepSums
 from portable.model.parameters import state_tensors
 from portable.terminal import tell
 from tpu.compile.child import answers_and_ends, given
@@ -250,14 +251,16 @@ class _OneMicroBatch:
     def __init__(self, engine: XlaEngine) -> None:
         self._engine = engine
         self.objective = engine.objective
-        self._shape: torch.Size | None = None
+        self._first: StepSums | None = None
 
-    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        if self._shape is not None:
-            return self._engine.layout.whole(torch.zeros(self._shape))
-        loss = self._engine.accumulate(batch, valid, last=last)
-        self._shape = loss.shape
-        return loss
+    def accumulate(
+        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    ) -> StepSums:
+        if self._first is not None:
+            zeros = self._engine.layout.whole(torch.zeros(self._first.values.shape))
+            return StepSums(zeros, self._first.names)
+        self._first = self._engine.accumulate(batch, weight, last=last, with_token_metrics=with_token_metrics)
+        return self._first
 
     def update(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._engine.update(*args, **kwargs)

@@ -14,12 +14,14 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.engines.compiling import CAPTURING, CapturedMemory
 from portable.engines.fsdp import optimizer_state
 from portable.engines.fsdp.saving import Saver
-from portable.engines.fsdp.sharding import shard
+from portable.engines.fsdp.sharding import is_replicated, shard
 from portable.engines.generation import continue_text
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.model.chunked_loss import chunked_head
+from portable.engines.transforms import apply_transforms, build_objective
+from portable.evaluation.totals import add_to_totals
 from portable.model.groups import groups_of
-from portable.model.loss import Objective, added, shares
+from portable.model.layers import every_parameter_gets_gradient
+from portable.model.loss import divide_by_global_weight, forward_loss
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.optim.average import exchange
 from portable.optim.non_finite import (
@@ -48,8 +50,7 @@ if TYPE_CHECKING:
     from portable.engines.fsdp.offload import HostCopies
     from portable.engines.fsdp.sharding import ShardedModel
     from portable.engines.machine import Machine, MeasuredEngine
-    from portable.model.chunked_loss import ChunkedHead
-    from portable.model.loss import MetricAccumulator
+    from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor
     from portable.optim.optimizers import Optimizer
 
@@ -66,14 +67,12 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     Returns:
         The engine. Its weights are still uninitialized.
     """
-    if config.context_parallel_size > 1:
-        from portable.engines.shared_sequences import share_sequences
-
-        share_sequences(model, config, at_stop)
-    head = chunked_head(model, config.memory.loss_chunk_tokens)
-    sharded = shard(model, config, machine)
+    # The trial runs on the plain model, before any transform.
+    all_parameters_used = is_replicated(config, machine) and every_parameter_gets_gradient(model)
+    apply_transforms(model, config, at_stop)
+    sharded = shard(model, config, machine, all_parameters_used=all_parameters_used)
     at_stop.callback(sharded.release_process_group)
-    return TorchEngine(sharded, head, config, machine.device)
+    return TorchEngine(sharded, config, machine.device)
 
 
 class TorchEngine:
@@ -81,18 +80,14 @@ class TorchEngine:
 
     Args:
         sharded: Model with sharded or replicated parameters.
-        head: Output head that computes the loss in chunks. None if all logits are computed at once.
         config: Config of the run.
         device: This rank's device.
     """
 
-    def __init__(
-        self, sharded: ShardedModel, head: ChunkedHead | None, config: RunConfig, device: torch.device
-    ) -> None:
+    def __init__(self, sharded: ShardedModel, config: RunConfig, device: torch.device) -> None:
         self.model: nn.Module = sharded.model
         self._settings = config.train
-        self._head = head
-        self.objective = Objective.of(self.model, config, head)
+        self.objective = build_objective(self.model, config)
         self._sharded = sharded
         self._device = device
         parameters = dict(self.model.named_parameters())
@@ -137,20 +132,25 @@ class TorchEngine:
         # host-device sync.
         self._nonfinite_counters = torch.tensor(NEW_COUNTERS, device=device)
 
-    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+    def accumulate(
+        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    ) -> StepSums:
         """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_value_checks():
-                loss, numbers = self.objective(self._sharded.forward, batch, valid)
+                output = forward_loss(
+                    self._sharded.forward, batch, self.objective, with_token_metrics=with_token_metrics
+                )
+                share = divide_by_global_weight(output, weight, self.objective.global_batch_size)
             # DDP averages gradients across ranks. This factor turns the average into a sum, because the loss
             # is already divided by the global token count.
-            scaled_loss = loss * self._sharded.averaging
+            scaled_loss = share.loss * self._sharded.averaging
             (scaled_loss if self._scaler is None else scaled_loss * self._scaler.scale).backward()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.keep_gradients(self._trainable, last=last)
-        return shares(loss, numbers)
+        return share.detach()
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         """Clip the gradients, take an optimizer step, and zero the gradients."""
@@ -226,9 +226,9 @@ class TorchEngine:
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
         with self._sharded.autocast(), no_value_checks():
-            sums = self.objective.evaluated(self._sharded.forward, batch, measure)
+            sums = self.objective.evaluate(self._sharded.forward, batch, measure)
         self.model.train()
-        return added(totals, sums)
+        return add_to_totals(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         """Sample a continuation of ``prompt``."""

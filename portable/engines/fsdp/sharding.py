@@ -20,14 +20,10 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from portable.engines.compiling import compile_layers
-from portable.engines.experts import zero_missing_gradients
 from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
 from portable.engines.fsdp.units import find_unused_layers, order_prefetches, units
 from portable.engines.machine import COMPUTE_DTYPES, transport
 from portable.errors import UserError
-from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.layers import every_parameter_gets_gradient
 from portable.model.parameters import materialize, replace_tensors
 
 if TYPE_CHECKING:
@@ -111,23 +107,25 @@ def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) 
     return size
 
 
-def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel:
+def shard(
+    model: nn.Module, config: RunConfig, machine: Machine, *, all_parameters_used: bool = False
+) -> ShardedModel:
     """Allocate the meta-device ``model``, sharded or replicated by ``config.strategy``.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the valid tokens of the
     global batch. One rank keeps a plain model, unless its parameters are offloaded.
+
+    Args:
+        model: The model on the meta device, after its transforms.
+        config: Config of the run.
+        machine: This rank's device, rank, and world size.
+        all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise, DDP
+            searches for unused parameters in each pass.
     """
     device = machine.device
     offload = config.memory.offload_params == "cpu"
     alone = stands_alone(machine, offload=offload)
-    replicated = config.strategy == "no_shard" and not alone
-    # Computed on the plain model. Otherwise DDP searches unused parameters in each backward pass.
-    all_count = not replicated or every_parameter_gets_gradient(model)
-    zero_missing_gradients(model)
-    if config.memory.activation_checkpointing != "none":
-        checkpoint_activations(model, config.memory.activation_checkpointing)
-    if config.compile:
-        compile_layers(model, config)
+    replicated = is_replicated(config, machine)
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
     size = config.tensor_parallel_size
@@ -138,7 +136,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     if replicated:
         materialize(model, device)
         scale = float(machine.world_size)
-        replica = _replicate(model, device, all_count=all_count)
+        replica = _replicate(model, device, all_parameters_used=all_parameters_used)
         return ShardedModel(model, replica, device, autocast_dtype, scale)
     if not dist.is_initialized():  # FSDP needs a group even for one rank
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -162,6 +160,12 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
 def stands_alone(machine: Machine, *, offload: bool) -> bool:
     """Whether the model needs neither sharding nor offloading."""
     return machine.world_size == 1 and not offload
+
+
+def is_replicated(config: RunConfig, machine: Machine) -> bool:
+    """Return whether each of several ranks has a replica of the model, which DDP wraps."""
+    alone = stands_alone(machine, offload=config.memory.offload_params == "cpu")
+    return config.strategy == "no_shard" and not alone
 
 
 def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
@@ -212,7 +216,12 @@ def _show_values(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callab
 
     Of a dataclass, as models return it, torch 2.15 sees the fields, and not the keys that were added to it.
     """
-    return list(output.values()) if isinstance(output, dict) else output, lambda: output
+    return _list_values(output), lambda: output
+
+
+def _list_values(output: Any) -> Any:
+    """Replace the mappings in the output of a model by lists of their values."""
+    return [_list_values(value) for value in output.values()] if isinstance(output, dict) else output
 
 
 def _take_output(module: nn.Module, args: Any, shown: tuple[Any, Callable[[], Any]]) -> Any:
@@ -229,13 +238,15 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
     _SYNC_OF_BUFFERS = "forward_sync_buffers"
 
 
-def _replicate(model: nn.Module, device: torch.device, *, all_count: bool) -> DistributedDataParallel:
+def _replicate(
+    model: nn.Module, device: torch.device, *, all_parameters_used: bool
+) -> DistributedDataParallel:
     replica = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type != "cpu" else None,
         gradient_as_bucket_view=True,
         init_sync=False,  # each rank loads the same weights itself
-        find_unused_parameters=not all_count,
+        find_unused_parameters=not all_parameters_used,
         **cast("Any", {_SYNC_OF_BUFFERS: False}),
     )
     if dist.get_backend() == "fake":  # in a memory trial; DDP's own reduction expects a result

@@ -1,9 +1,9 @@
-"""The terms that a model's own ``forward(labels=...)`` adds to its cross-entropy."""
+"""The losses that a model's own ``forward(labels=...)`` adds to its cross-entropy."""
 
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from portable.model.rotations import has_length_dependent_rotations
 from portable.private import of_torch, of_transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from transformers import PretrainedConfig
@@ -25,14 +26,14 @@ ROUTER_LOSS = "load_balancing_loss_func"
 """The function in a model's module that computes its router loss from the logits of every layer's gate."""
 
 
-class ModelTerms:
-    """The terms that a model's own ``forward(labels=...)`` adds to its cross-entropy.
+class AuxiliaryLosses:
+    """The losses that a model's own ``forward(labels=...)`` adds to its cross-entropy.
 
     The model gets its labels, and its cross-entropy is replaced by 0. The loss that it returns is then the
-    sum of its other terms.
+    sum of its auxiliary losses.
 
     Args:
-        model: a transformers model, not wrapped.
+        model: A transformers model, not wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,41 +41,58 @@ class ModelTerms:
         config: Any = model.config
         forward = inspect.signature(model.forward).parameters
         names = inspect.unwrap(type(model).forward).__code__.co_names
-        # Nearly all models with other terms call `self.loss_function`; a few compute cross-entropy inline.
-        self._replaceable = "loss_function" in names
-        self.of_routers = bool(getattr(config.get_text_config(), "output_router_logits", False))
-        """Whether the model's config asks for the router loss."""
-        self._nothing: Tensor | None = None
-        self._more: dict[str, Any] = {}
-        if self.of_routers and "output_router_logits" in forward:
-            self._more = {"output_router_logits": True}  # some models ignore their config here
-        self._given = (self._replaceable or bool(self._more)) and "labels" in forward
+        # Nearly all models with auxiliary losses call `self.loss_function`. A few compute it inline.
+        self._calls_loss_function = "loss_function" in names
+        self.include_router_loss = bool(getattr(config.get_text_config(), "output_router_logits", False))
+        """Whether the model's config requests the router loss."""
+        self._arguments: dict[str, Any] = {}
+        if self.include_router_loss and "output_router_logits" in forward:
+            self._arguments = {"output_router_logits": True}  # some models ignore their config here
+        self._possible = (self._calls_loss_function or bool(self._arguments)) and "labels" in forward
 
-    @contextmanager
-    def requested(
-        self, labels: Tensor, inputs: Mapping[str, Tensor] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the extra inputs that make the model's ``loss`` the sum of its other terms.
+    def compute(
+        self, forward: Callable[..., Any], inputs: Mapping[str, Tensor], labels: Tensor
+    ) -> tuple[Any, Tensor | None]:
+        """Run a forward pass and compute the auxiliary losses.
 
         Args:
-            labels: The labels of the batch.
-            inputs: The other columns of the batch. Padding of packed documents is not among the tokens of the
-                router loss.
-        """
-        if not self._given:
-            yield {}
-            return
-        with self._without_padding(inputs or {}):
-            yield from self._requested(labels)
+            forward: The model, or its forward method.
+            inputs: Arguments of ``forward``.
+            labels: Labels of the batch.
 
-    @contextmanager
-    def _without_padding(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Exclude the padding of packed documents from the router loss, because transformers includes it."""
+        Returns:
+            The model's output, and the sum of the auxiliary losses. The sum is None if there are none.
+        """
+        if not self._possible:
+            return forward(**inputs), None
+        zero = torch.zeros((), device=labels.device)
+        replaced = (
+            of_transformers.loss_function(self._model, lambda *_, **__: zero)
+            if self._calls_loss_function
+            else _CrossEntropyIs(zero)
+        )
+        with replaced, self._excluding_padding(inputs):
+            output = forward(**inputs, labels=labels, **self._arguments)
+        loss: Tensor | None = output.loss
+        # Most models add nothing, not even in place. Without the addition of 0, the step is faster.
+        if loss is None or (loss is zero and of_torch.changes(loss) == 0):
+            return output, None
+        return output, loss.float()
+
+    def _excluding_padding(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+        """Return a context in which the router loss excludes the padding of packed documents.
+
+        transformers includes it.
+        """
+        if not self.include_router_loss or "document_lengths" not in inputs:
+            return nullcontext()
         functions = of_transformers.module_of(self._model)
-        compute_loss = functions.get(ROUTER_LOSS)
-        if not self.of_routers or "document_lengths" not in inputs or compute_loss is None:
-            yield
-            return
+        if ROUTER_LOSS not in functions:
+            return nullcontext()
+        compute_loss = functions[ROUTER_LOSS]
+        signature = inspect.signature(compute_loss)
+        if "attention_mask" not in signature.parameters:
+            return nullcontext()
         # Padding has position 0, and a document has at least two positions.
         is_later = inputs["position_ids"] > 0
         is_token = (is_later | functional.pad(is_later[:, 1:], (0, 1))).long()
@@ -84,33 +102,7 @@ class ModelTerms:
             bound.arguments["attention_mask"] = is_token
             return compute_loss(*bound.args, **bound.kwargs)
 
-        signature = inspect.signature(compute_loss)
-        if "attention_mask" not in signature.parameters:
-            yield
-            return
-        functions[ROUTER_LOSS] = compute_without_padding
-        try:
-            yield
-        finally:
-            functions[ROUTER_LOSS] = compute_loss
-
-    def _requested(self, labels: Tensor) -> Iterator[dict[str, Any]]:
-        nothing = self._nothing = torch.zeros((), device=labels.device)
-        if not self._replaceable:
-            with _CrossEntropyIs(nothing):
-                yield {"labels": labels, **self._more}
-            return
-        with of_transformers.loss_function(self._model, lambda *_, **__: nothing):
-            yield {"labels": labels, **self._more}
-
-    def added(self, loss: Tensor, output: Any, *, share: float) -> Tensor:
-        """Add ``share`` of the model's terms in ``output`` to ``loss``."""
-        own: Tensor | None = output.loss if self._given else None
-        nothing, self._nothing = self._nothing, None
-        # Most models add nothing, not even in place: skip the addition.
-        if own is None or (own is nothing and of_torch.changes(own) == 0):
-            return loss
-        return loss + own.float() * share
+        return of_transformers.replaced_function(functions, ROUTER_LOSS, compute_without_padding)
 
 
 _LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)

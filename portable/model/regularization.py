@@ -1,0 +1,74 @@
+"""Noise on embeddings (NEFTune), and training without dropout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.data.samples.base import count_text_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from portable.model.forward import Model
+
+
+def add_noise(model: Model, alpha: float, *, beyond: int = 0) -> Model:
+    """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
+
+    The noise is uniform in ±alpha / sqrt(tokens * hidden size), with the number of tokens of each document,
+    and drawn from the generator of dropout. It does not depend on the padding of a document or on the other
+    documents of its sample.
+
+    Args:
+        model: A transformers model, not wrapped.
+        alpha: Scale of the noise.
+        beyond: Tokens that a document has after its inputs: one if the last token is only a label.
+
+    Returns:
+        The same model.
+    """
+    lengths: list[Tensor] = []
+
+    def count_tokens(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        lengths[:] = [count_text_tokens(inputs)] if "input_ids" in inputs else []
+
+    def add(module: Any, _: Any, embedded: Tensor) -> Tensor:
+        if not module.training:
+            return embedded
+        # A decoder's inputs come second and have no mask.
+        tokens = lengths.pop().unsqueeze(-1) if lengths else embedded.shape[1]
+        bound = alpha * ((tokens + beyond) * embedded.shape[2]) ** -0.5
+        return embedded + (torch.zeros_like(embedded).uniform_(-1, 1) * bound).to(embedded.dtype)
+
+    changed: Any = model
+    changed.register_forward_pre_hook(count_tokens, with_kwargs=True)
+    changed.get_input_embeddings().register_forward_hook(add)
+    return model
+
+
+_DROPOUTS = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
+
+
+def remove_dropout(model: Model) -> Model:
+    """Set every probability of dropout to 0: of modules, including an adapter's, and of attention.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):  # models read some from their config
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
+    return model
