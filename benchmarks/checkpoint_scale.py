@@ -124,7 +124,9 @@ def measure_opening(folder: Path, rank: str) -> tuple[float, float]:
 def write_empty_rank(folder: Path, table: Table, rank: int) -> Table:
     """Write an empty shard file and table for a rank, and list the table as large as another."""
     record = table.record
-    boxes = {shape: ((rank, 0), sizes) for shape, (_, sizes) in record.boxes.items()}
+    boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        shape: ((rank, 0), sizes) for shape, (_, sizes) in record.boxes.items()
+    }
     (folder / f"__{rank}_0.distcp").touch()
     (folder / f"__{rank}.metadata").touch()
     return replace(table, record=replace(record, name=f"__{rank}.metadata", boxes=boxes))

@@ -45,7 +45,8 @@ def tokenize(source: Path, cache: Path, tokenizer_folder: Path) -> dict[str, Any
     from portable.data.sources.opening import open_source
     from portable.data.sources.source import SourceSettings
     from portable.data.tokens import tokenize as tokenizing
-    from portable.data.tokens.tokenize import TokenizeJob, special_token_frame
+    from portable.data.tokens.frame import special_token_frame
+    from portable.data.tokens.tokenize import TokenizeJob
     from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 
     settings = SourceSettings(DataConfig(source=str(source), cache_dir=str(cache)))

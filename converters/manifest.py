@@ -122,7 +122,7 @@ def check_manifest(
         path = printable(folder / name)
         if name not in listed:
             raise CheckpointError(f"{path}: missing, although {MANIFEST} names it")
-        if (size := listed[name].size) != entry["bytes"]:
+        if (size := opened.file(name).nbytes) != entry["bytes"]:
             raise CheckpointError(f"{path}: has {size:,} bytes, {entry['bytes']:,} were written")
 
     def is_intact(name: str) -> bool:

@@ -58,7 +58,7 @@ def names_below(folder: Place) -> set[str]:
     """Return the names of the files below a folder, relative to it. On a disk, no file is looked at."""
     if in_store(folder):
         return set(folder.objects())
-    names = set()
+    names: set[str] = set()
     for path, _, files in os.walk(folder):
         prefix = "" if path == str(folder) else os.path.relpath(path, folder).replace(os.sep, "/") + "/"
         names.update(prefix + file for file in files)

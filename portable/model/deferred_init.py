@@ -250,7 +250,7 @@ class Recording:
         keywords: dict[str, Any],
         kind: str,
         result: int = 0,
-        layout: tuple[Any, ...] = ((), ()),
+        layout: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:
         """Append a write to the writes of a storage."""
         overwrites = kind != "in place" or operation in _OVERWRITES
@@ -265,7 +265,8 @@ class Recording:
             kind,
             self._tiles,
             result,
-            *layout,
+            layout[0],
+            layout[1],
             storage.size,
         )
         if kind in ("random", "whole"):
@@ -300,7 +301,7 @@ class Recording:
             kind = "in place" if is_in_place else "elementwise"
         elif is_plain and is_in_place and not values and torch.Tag.nondeterministic_seeded in operation.tags:
             kind = "random"
-        views = _replace_tensors((arguments, keywords), self._refer)
+        arguments, keywords = _replace_tensors((arguments, keywords), self._refer)
         if kind == "whole":
             for output in fresh:
                 self._add_storage(output)
@@ -310,11 +311,11 @@ class Recording:
                 assert storage is not None
                 result = index if not written else -1 - positions[id(changed)]
                 layout = (tuple(changed.shape), changed.stride())
-                self._write(storage, 0, storage.size, operation, *views, kind, result, layout)
+                self._write(storage, 0, storage.size, operation, arguments, keywords, kind, result, layout)
             return
         storage = self._find(target) or self._add_storage(target)
         start = int(target.storage_offset())
-        self._write(storage, start, start + target.numel(), operation, *views, kind)
+        self._write(storage, start, start + target.numel(), operation, arguments, keywords, kind)
 
     def _truncate(self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any) -> Tensor:
         """Record a truncated normal distribution, which torch draws by rejection, for each tile."""

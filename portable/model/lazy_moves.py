@@ -184,7 +184,7 @@ def _view(sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object) 
         rest = tuple(slice(0, size) for size in source.shape[same:])
         part = source.read((*index[:same], *rest))
         whole = part.reshape(*part.shape[:same], *shape[same:])
-        return whole[(..., *index[same:])] if index[same:] else whole
+        return whole[(..., *index[same:])] if index[same:] else whole  # type: ignore[index]
 
     return [read]
 

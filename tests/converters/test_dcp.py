@@ -244,6 +244,7 @@ def test_a_rank_reads_the_tables_that_its_rows_need(
     names = {".metadata" if table is None else f"__{table}.metadata" for table in tables}
     assert sorted(name for name in opened if name.endswith(".metadata")) == sorted(names)
     if None not in tables:  # another slice reads more tables
+        assert isinstance(tensor, Tensor)
         assert tensor.read().tolist() == [[float(row)] * 4 for row in range(16)]
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from portable.data.sources.documents import Cell, Document
+from portable.data.sources.documents import Document
+from portable.data.sources.records import Cell
 from portable.data.sources.source import Source
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing

@@ -131,11 +131,12 @@ def test_a_rank_draws_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(chosen(config={"model_type": "llama", **SMALL, **sizes}))
     computed = []
     fill = Recording._fill_tile
-    monkeypatch.setattr(
-        Recording,
-        "_fill_tile",
-        lambda self, tile, *rest: computed.append(tile.numel()) or fill(self, tile, *rest),
-    )
+
+    def fill_tile(self: Recording, tile: torch.Tensor, *rest: Any) -> None:
+        computed.append(tile.numel())
+        fill(self, tile, *rest)
+
+    monkeypatch.setattr(Recording, "_fill_tile", fill_tile)
     weights = InitialWeights.of(model).initial_weights(3, largest=0)
     for ranks in (1, 4, 64):
         computed.clear()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
@@ -75,11 +75,12 @@ class _DeferredSource:
         view.source.read_into(buffer, view.offset + at, touched)
 
 
-class _RankFile:
+class _RankFile(Generic[F]):
     """A file that is read once, when its first tensor is needed."""
 
     def __init__(self, read: Callable[[], F], own: F) -> None:
-        self._read, self._own = read, own
+        self._read: Callable[[], F] = read
+        self._own: F = own
         self._lock = Lock()
         self._content: Any = None
 

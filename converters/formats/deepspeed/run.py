@@ -44,7 +44,7 @@ from converters.formats.deepspeed.rank_files import (
 from converters.storage.places import map_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from converters.checkpoint import OptimizerState
     from converters.formats.deepspeed.expert_files import Experts
@@ -128,33 +128,35 @@ class SavedRun:
             own = read_optim(self.folder, names[self.rank])
             stage = own.state.get("zero_stage")
             if stage == 3 or (stage in (1, 2) and self.model.groups):
-                lengths = None if stage == 3 else self._lengths(own, self.rank)
+                slices = None if stage == 3 else self._list_slices(own)
                 return [
-                    own
-                    if rank == self.rank
-                    else defer_optim(
-                        self.folder,
-                        name,
-                        own,
-                        lengths and [(used(self.rank), used(rank), size) for used, size in lengths],
-                    )
+                    own if rank == self.rank else self._defer_optim(own, name, rank, slices)
                     for rank, name in names.items()
                 ]
             self.rank = None
         return list(map_ahead(self.folder.path, partial(read_optim, self.folder), names.values()))
 
-    def _lengths(self, own: OptimFile, rank: int) -> list[tuple[Callable[[int], int], int]]:
-        """The elements of each rank's slice without padding, and the size of the slice, by group."""
-        lengths = []
+    def _defer_optim(
+        self, own: OptimFile, name: str, rank: int, slices: list[EqualSlices] | None
+    ) -> OptimFile:
+        """Describe the file of another rank by this rank's file `own`."""
+        assert self.rank is not None
+        lengths = None
+        if slices is not None:
+            lengths = [(layout.lean(self.rank), layout.lean(rank), layout.slice) for layout in slices]
+        return defer_optim(self.folder, name, own, lengths)
+
+    def _list_slices(self, own: OptimFile) -> list[EqualSlices]:
+        """Return the layout of each group of parameters in the slices of all ranks."""
+        slices = []
         masters = own.state.get(MASTERS)
         for group, shapes in enumerate(self.model.groups or ()):
             if not isinstance(masters, list) or group >= len(masters):
                 raise CheckpointError(f"{own.where}: damaged, it lacks a parameter group")
             size = prod(flat(masters[group], f"{own.where}: {MASTERS}").shape) + own.padding(group)
             world = max(partition_counts(own.state, own.where))
-            layout = EqualSlices(shapes, own.gaps(group, len(shapes)), world, size, self.where)
-            lengths.append((layout.lean, size))
-        return lengths
+            slices.append(EqualSlices(shapes, own.gaps(group, len(shapes)), world, size, self.where))
+        return slices
 
     def _shares(self, group: int) -> list[Share]:
         """The sets of ranks that hold a group: one of all ranks, or one for each set of experts."""

@@ -279,7 +279,7 @@ def _write_shards(
         else:  # a planner's own type, whose pieces are on one rank each
             replicas = (ranks.rank,)
         is_empty = data is not None and 0 in data.chunk.sizes
-        if is_empty and (ranks.rank != 0 or 0 not in data.size):
+        if data is not None and is_empty and (ranks.rank != 0 or 0 not in data.size):
             continue
         nbytes = item.tensor_storage_size() or 1
         load = loads.setdefault(replicas, [0] * len(replicas))
@@ -295,12 +295,14 @@ def _write_shards(
     written = write(folder, ranks.rank, items, planner)
     sizes = {item.index: () if item.tensor_data is None else item.tensor_data.chunk.sizes for item in items}
     pieces: tuple[list[WrittenPiece], list[WrittenPiece]] = [], []
-    for item in written:
-        index = item.index
+    for result in written:
+        index = result.index
         offsets = None if index.offset is None else tuple(index.offset)
-        piece = WrittenPiece(index.fqn, offsets, tuple(sizes[index]), item.offset, item.length, item.checksum)
+        piece = WrittenPiece(
+            index.fqn, offsets, tuple(sizes[index]), result.offset, result.length, result.checksum
+        )
         pieces[0 if owned[index] else 1].append(piece)
-    file = next((item.file for item in written), f"__{ranks.rank}_0.distcp")
+    file = next((result.file for result in written), f"__{ranks.rank}_0.distcp")
     return file, *pieces
 
 

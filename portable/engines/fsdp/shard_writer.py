@@ -137,7 +137,7 @@ def _get_bytes(value: torch.Tensor | io.BytesIO) -> memoryview:
     if isinstance(value, io.BytesIO):
         return value.getbuffer()
     tensor = value.detach().cpu().contiguous().reshape(-1)
-    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return memoryview(tensor.view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
 
 
 class _RemotePlanner:
