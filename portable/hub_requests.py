@@ -94,9 +94,8 @@ def _is_path(name: str) -> bool:
 def _read_revision(name: str, repo_type: str) -> str:
     """Return the commit in the cache that the branch ``main`` refers to, or an empty string."""
     from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
 
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=repo_type)
+    folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
     try:
         return (folder / "refs" / "main").read_text("ascii").strip()[:64]
     except (OSError, ValueError):

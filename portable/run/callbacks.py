@@ -52,8 +52,7 @@ class Run:
         until: the step at which this launch ends. stopped: whether a signal ends it after this step.
         result: of the latest step, on the device.
         callbacks: in the order in which they are called.
-        watch_batches: Function that iterates over the batches of the training or of an evaluation, measures
-            how long each is waited for, and restarts the watchdog. See :class:`WatchedBatches`.
+        watch_batches: wraps the batches of the training or of an evaluation in :class:`WatchedBatches`.
     """
 
     result: StepResult
