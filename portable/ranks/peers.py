@@ -46,6 +46,8 @@ _CONSEQUENCES = 1.0
 """Seconds that rank 0 waits for another failure if the reported one may be its consequence."""
 _ANSWER = 5.0
 """Seconds that a failed rank waits for the answer of rank 0."""
+_CLOSING = 60.0
+"""Seconds that a rank that has noticed an error itself may take to close its files and connections."""
 _MAX_BYTES, _MAX_TEXT = 1 << 16, 4000  # bytes of a message, characters of an error
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Seconds and number of probes after which the kernel regards a node as dead that no longer answers."""
@@ -99,6 +101,7 @@ class PeerWatch:
         self._first: PeerFailure | None = None
         self._answered = threading.Event()
         self._left = threading.Event()
+        self._ends = False
 
     def start(self) -> Self:
         """Connect to rank 0. A collective call; does nothing with a single rank."""
@@ -147,6 +150,10 @@ class PeerWatch:
         if self._arbiter is not None:
             self._arbiter.close()
 
+    def will_end(self) -> None:
+        """Announce that the main thread ends this process because of an error that it has noticed itself."""
+        self._ends = True
+
     def report(self, error: Exception) -> PeerFailure | None:
         """Report an error of this rank to the others.
 
@@ -154,6 +161,7 @@ class PeerWatch:
             The failure that rank 0 regards as the first, which may be one of another rank. None with a single
             rank, or without a connection.
         """
+        self.will_end()
         if self._connection is None or self._first is not None:
             return self._first
         code = getattr(error, "exit_code", RUN_ERROR)
@@ -196,7 +204,10 @@ class PeerWatch:
         if prints and not self._first.message:
             complain(f"error: {self._first.describe()}")
         # The failed rank exits first, so that launchers report it and not this one.
-        if not self._left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
+        if self._left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
+            return
+        # A main thread that has noticed an error may still be closing the output and the process group.
+        if not (self._ends and self._left.wait(_CLOSING)):
             sys.stdout.flush()
             os._exit(self._first.code)
 

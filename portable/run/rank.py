@@ -118,6 +118,7 @@ def _run_with_peers(
             return replay_step(prepared, replay)
         return train_run(prepared, output, log, peers, profile=profile)
     except ReportedElsewhereError:
+        peers.will_end()
         raise
     except (UserError, RunError) as error:
         log.failed(error)

@@ -21,7 +21,7 @@ import torch
 from portable.config import RunConfig, load_config
 from portable.engines.fsdp.device_loss_scale import DeviceScaler
 from portable.engines.loss_scale import STATE
-from portable.errors import RunError
+from portable.errors import ReportedElsewhereError, RunError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import RankPool
@@ -84,7 +84,7 @@ def leg(config: RunConfig, until: int) -> str:
     with supported():
         try:
             run_rank("cpu", config.replaced({"precision": "fp16", "train.stop_after": until}))
-        except RunError as error:
+        except (RunError, ReportedElsewhereError) as error:
             return str(error)
         return ""
 

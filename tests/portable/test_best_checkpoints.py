@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def test_a_signal_comes_before_an_evaluation(
     told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launch ends without the evaluation that was due; the next one makes up for it, and it counts."""
-    asked = iter([False, False, False, True])
+    # A step asks before and after its work.
+    asked = chain(repeat(False, 7), repeat(True))
     with monkeypatch.context() as patched:
         requested = property(lambda _: next(asked), lambda *_: None)
         patched.setattr("portable.loop.StopSignals.requested", requested, raising=False)

@@ -20,7 +20,7 @@ import torch
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import RunConfig
 from portable.data.samples.order import locate
-from portable.errors import RunError
+from portable.errors import ReportedElsewhereError, RunError
 from portable.model import build as models
 from portable.optim.non_finite import MAX_STREAK, NEW_COUNTERS, Health, count_update
 from portable.registry import create_backend
@@ -100,7 +100,7 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
     ):
         try:
             run_rank(config.backend, config, replay=step)
-        except RunError as error:
+        except (RunError, ReportedElsewhereError) as error:
             print(f"error: {error}", file=err)
     return out.getvalue(), err.getvalue()
 
