@@ -143,7 +143,7 @@ def test_a_signal_comes_before_an_evaluation(
     told: Any, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launch ends without the evaluation that was due; the next one makes up for it, and it counts."""
-    # A step asks before and after its work.
+    # The flag is read before and after the work of each step.
     asked = chain(repeat(False, 7), repeat(True))
     with monkeypatch.context() as patched:
         requested = property(lambda _: next(asked), lambda *_: None)
