@@ -24,6 +24,14 @@ class ForwardWrapper:
     def __init__(self, model: nn.Module) -> None:
         self.__wrapped__: Any = model.forward  # the name under which inspect.signature looks for it
 
+    @property
+    def replaced_method(self) -> Any:
+        """Forward method of the model before the first replacement."""
+        method = self.__wrapped__
+        while isinstance(method, ForwardWrapper):
+            method = method.__wrapped__
+        return method
+
     @classmethod
     def install(cls, model: Model) -> Model:
         """Replace ``model.forward``, unless an earlier call has replaced it.

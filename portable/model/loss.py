@@ -214,6 +214,10 @@ class RequestedOutput(TypedDict):
 class LossForward(ForwardWrapper):
     """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
 
+    Only a forward pass with a request is one of a batch of samples. Without a request, as in
+    ``model.generate``, ``position_ids`` are not those of packed documents, and may begin after the tokens of
+    a cache. Such a pass runs the forward method of the transformers model, without any replacement.
+
     Args:
         model: A transformers model, not wrapped.
     """
@@ -225,7 +229,7 @@ class LossForward(ForwardWrapper):
     def __call__(self, *arguments: Any, request: LossRequest | None = None, **inputs: Any) -> Any:
         """Run the forward pass. Without a request, the result is the output of the transformers model."""
         if request is None:
-            return self.__wrapped__(*arguments, **inputs)
+            return self.replaced_method(*arguments, **inputs)
         statistics: dict[str, Tensor] = {}
 
         def forward(**inputs: Any) -> Any:

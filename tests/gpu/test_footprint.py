@@ -113,6 +113,7 @@ def live_host(config: RunConfig) -> int:
 def saved(config: RunConfig) -> int:
     """Bytes of the files of a checkpoint, as the engine writes it after a step."""
     folder = Path(config.output_dir) / "saved"
+    folder.mkdir(parents=True, exist_ok=True)
 
     def save(engine: Any) -> None:
         engine.save(folder, background=False).wait()
