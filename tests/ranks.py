@@ -66,6 +66,8 @@ def serve(connection: Connection) -> None:
     """
     write_where_parent_does()
     os.environ["USE_TORCH_XLA"] = "0"
+    # A run sets this in each of its ranks, which run later tasks as well. Gloo crashes if ranks differ in it.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     import torch
 
     from portable.run import finish, train

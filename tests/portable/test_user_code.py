@@ -24,6 +24,7 @@ from portable import SIBLINGS, UserError, plugins, train
 from portable.api import with_objects
 from portable.backend import Batch
 from portable.config import RunConfig
+from portable.errors import ReportedElsewhereError
 from portable.model import build as models
 from portable.model.training_loss import Outputs
 from portable.reporting.metrics import read_metrics
@@ -262,7 +263,7 @@ def own(corpus: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 def trained(config: RunConfig) -> str:
     try:
         run_rank(config.backend, config)
-    except UserError as error:
+    except (UserError, ReportedElsewhereError) as error:  # either rank may be the first to report it
         return str(error)
     return ""
 
