@@ -276,6 +276,9 @@ def test_what_cannot_be_uploaded_is_refused(
 LOAD_ON_RANKS = """
 import os, sys
 
+import torch._dynamo  # imported once here, not by each rank after the fork
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
 from portable.config import load_config
 from portable.data.tokens.tokenizer import load_tokenizer
 from portable.hub_requests import get_revisions
