@@ -274,7 +274,10 @@ def test_what_cannot_be_uploaded_is_refused(
 
 
 LOAD_ON_RANKS = """
-import os, sys
+import os, sys, traceback
+
+import torch._dynamo  # imported once here, not by each rank after the fork
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from portable.config import load_config
 from portable.data.tokens.tokenizer import load_tokenizer
@@ -286,13 +289,17 @@ for name, ranks in (("lab/alone", 1), ("lab/together", 3)):
     children = []
     for rank in range(ranks):
         if (child := os.fork()) == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
-            model = build_model(model_config(settings), settings)
-            load_tokenizer(name)
-            assert len(pretrained_weights(settings, model).found) == int(sys.argv[1])
-            assert get_revisions() == {f"model {name}": sys.argv[2]}
-            os._exit(0)
+            try:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
+                model = build_model(model_config(settings), settings)
+                load_tokenizer(name)
+                assert len(pretrained_weights(settings, model).found) == int(sys.argv[1])
+                assert get_revisions() == {f"model {name}": sys.argv[2]}
+                os._exit(0)
+            except Exception:
+                traceback.print_exc()
+                os._exit(1)  # without the exit handlers of the parent
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * ranks
 """
