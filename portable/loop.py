@@ -187,8 +187,10 @@ def train_step(
         shares.append(engine.accumulate(placed, valid, last=last, with_token_metrics=with_token_metrics))
     step_sums = add_micro_batches(shares)
     values = backend.sum(step_sums.values)
-    grad_norm = engine.update(learning_rate, max_grad_norm, values[0])
-    return StepResult(values[0], grad_norm, values[1:], step_sums.names, learning_rate)
+    # Split before the update: on XLA, a later operation would become part of the next micro-batch's graph.
+    loss, metrics = values[0], values[1:]
+    grad_norm = engine.update(learning_rate, max_grad_norm, loss)
+    return StepResult(loss, grad_norm, metrics, step_sums.names, learning_rate)
 
 
 def steps(
