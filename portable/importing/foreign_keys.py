@@ -137,15 +137,49 @@ ForeignKeys = Mapping[str, ForeignKey]
 
 
 @dataclass(frozen=True)
-class Setting(ForeignKey):
-    """A key that becomes one setting.
+class SingleTarget(ForeignKey):
+    """A key whose values become one setting.
 
     Attributes:
         target: The setting, as a dotted key.
-        read: Converts the value.
     """
 
     target: str
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The setting."""
+        return (self.target,)
+
+    @property
+    def summary(self) -> str:
+        """The setting: the hint only adds how to write it."""
+        return self.target
+
+
+@dataclass(frozen=True)
+class WordKey(ForeignKey):
+    """A key whose values are words.
+
+    Attributes:
+        words: The meaning of each word.
+    """
+
+    words: Mapping[str, Any]
+
+    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+        """Return whether ``value`` leaves everything as it is. A word for it comes first."""
+        return find_word(value, self.words) is None and super().means_nothing(value, file)
+
+
+@dataclass(frozen=True)
+class Setting(SingleTarget):
+    """A key that becomes one setting.
+
+    Attributes:
+        read: Converts the value.
+    """
+
     read: Convert = read_value
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
@@ -153,62 +187,20 @@ class Setting(ForeignKey):
         converted = self.read(value, file)
         return {} if converted is None else {self.target: converted}
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """The setting."""
-        return (self.target,)
-
-    @property
-    def summary(self) -> str:
-        """The setting: the hint only adds how to write it."""
-        return self.target
-
 
 @dataclass(frozen=True)
-class Words(ForeignKey):
-    """A key whose words are translated to values of one setting.
-
-    Attributes:
-        target: The setting, as a dotted key.
-        words: Our value for each of their words; None leaves the setting out.
-    """
-
-    target: str
-    words: Mapping[str, Any]
-
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is. A word for it comes first."""
-        return find_word(value, self.words) is None and super().means_nothing(value, file)
+class Words(WordKey, SingleTarget):
+    """A key whose words are translated to values of one setting; a word for None leaves the setting out."""
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Return the setting for a word."""
         meaning = choose(value, self.words)
         return {} if meaning is None else {self.target: meaning}
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """The setting."""
-        return (self.target,)
-
-    @property
-    def summary(self) -> str:
-        """The setting: the hint only adds how to write it."""
-        return self.target
-
 
 @dataclass(frozen=True)
-class Presets(ForeignKey):
-    """A key whose words each stand for several settings.
-
-    Attributes:
-        words: Settings for each word.
-    """
-
-    words: Mapping[str, Settings]
-
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is. A word for it comes first."""
-        return find_word(value, self.words) is None and super().means_nothing(value, file)
+class Presets(WordKey):
+    """A key whose words each stand for several settings."""
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Return the settings for a word."""
