@@ -59,7 +59,7 @@ def leg_with_opened_files(folder: Path, corpus: Path, settings: dict[str, Any]) 
 
     sys.addaudithook(count)
     code = leg(folder, corpus, settings)
-    (folder / f"opened-{os.environ['RANK']}.json").write_text(json.dumps(counts))
+    (folder / f"opened-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(counts))
     return code
 
 
