@@ -12,7 +12,7 @@ SIMILARITY = 0.72
 _MAX_LENGTH = 120
 """Characters of a misspelled name that are compared. A longer name is not a misspelling."""
 _PENALTY = 0.05
-"""Disadvantage of a name of which only the last part is similar."""
+"""Disadvantage of a name if only its last part is similar."""
 
 
 def find_similar(

@@ -1,7 +1,7 @@
 """Requests to the Hugging Face hub, which one rank of each node sends for all of them.
 
 With all files cached, loading a model still sends several requests, and the hub limits the requests of an
-address. The first rank of a node therefore asks as usual. The other ranks wait for it, and then read its
+address. Therefore, the first rank of a node sends the requests. The other ranks wait for it, and then read its
 cache without requests. This needs no process group, because a run asks the hub before the process group
 exists.
 """
@@ -42,7 +42,7 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
 
     Args:
         name: Name of the repository, or a folder, for which the function is simply called.
-        purpose: Description of what is read. All files for one purpose are cached after the first call.
+        purpose: Description of the data. All files for one purpose are cached after the first call.
         ask: The function. It is called again with requests if a file is not in the cache.
         repo_type: "model" or "dataset".
 
@@ -114,7 +114,7 @@ def _asking() -> Iterator[None]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Within this context, let the libraries of the hub use only their caches."""
+    """Let the libraries of the hub, until the context ends, use only their caches."""
     from huggingface_hub import constants
 
     modules = [constants, *(sys.modules[name] for name in ("datasets.config",) if name in sys.modules)]

@@ -1,6 +1,6 @@
 """Write the metadata of a sharded DCP save without gathering it.
 
-Each rank describes the pieces that it wrote in a table of its own, `__3.metadata`, which has the format that
+Each rank describes the pieces that it wrote in a separate table, `__3.metadata`, which has the format that
 DCP uses for ranks that save without communicating. The table consists of three parts:
 
     header    the keys of the state dict, with shapes and dtypes; equal on all ranks
@@ -87,7 +87,7 @@ class WrittenPiece:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """What rank 0 has to know of the table of one rank. Its size does not depend on the number of tensors.
+    """Facts about the table of one rank, for rank 0. Its size does not depend on the number of tensors.
 
     Attributes:
         name: Name of the table, such as `__3.metadata`.

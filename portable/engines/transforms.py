@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransformContext:
-    """Inputs of a transform besides the model.
+    """Inputs of a transform in addition to the model.
 
     Attributes:
         config: Config of the run.
@@ -159,14 +159,15 @@ def list_transforms(model: nn.Module, config: RunConfig) -> list[Transform]:
 
 
 def describe_transforms(model: PreTrainedModel, config: RunConfig) -> list[str]:
-    """Describe what a run changes in its model, for ``--dry-run``.
+    """Describe the changes of a run to its model, for ``--dry-run``.
 
     Args:
         model: The transformers model with its adapter, on the meta device.
         config: Config of the run.
 
     Returns:
-        Names in the order of application: of what building the model has changed, and of its transforms.
+        Names in the order of application: first the changes during the construction of the model, then the
+        transforms.
     """
     built = {
         "frozen parameters": any(not parameter.requires_grad for parameter in model.parameters()),

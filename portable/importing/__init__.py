@@ -1,4 +1,4 @@
-"""Files of other programs: what their keys become here.
+"""Conversion of the files of other programs.
 
 Each program is a module with a table from its keys to :mod:`portable.importing.foreign_keys`:
 :mod:`~portable.importing.trl` (also the Trainer and its example scripts), :mod:`~portable.importing.axolotl`,

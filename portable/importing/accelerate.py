@@ -85,7 +85,7 @@ class TpuLauncherKey(WithoutCounterpart):
     """A key for starting TPU hosts. It is refused under XLA, and has no effect otherwise.
 
     Attributes:
-        instead: What to do instead under XLA.
+        instead: Advice under XLA.
     """
 
     instead: str
@@ -98,7 +98,7 @@ class TpuLauncherKey(WithoutCounterpart):
 
     @property
     def remedy(self) -> str:
-        """What to do instead."""
+        """Advice for the message."""
         return self.instead
 
 
@@ -470,14 +470,14 @@ def finish(file: ForeignFile, devices: int) -> None:
 
     Args:
         file: A file whose keys have been converted.
-        devices: Not used, because the file says how many ranks there are.
+        devices: Not used, because the file contains the number of ranks.
     """
     kind, path, result = read_distributed_type(file), ("distributed_type",), file.result
     if kind == "FSDP" and "strategy" not in result.values:
         file.put(path, "strategy", "full_shard")
     if kind == "DEEPSPEED" and "strategy" not in result.values and not has_deepspeed_json(file):
         file.put(path, "strategy", "zero2")
-    if is_for_xla(file):  # where nothing is wrapped or prefetched
+    if is_for_xla(file):  # if nothing is wrapped or prefetched
         for key in [key for key in result.values if key.startswith("fsdp.")]:
             del result.values[key], result.origins[key]
     if is_for_xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in XLA_SECTIONS)):
@@ -513,7 +513,7 @@ class LaunchVariable:
     """An environment variable that ``accelerate launch`` sets for each rank.
 
     Attributes:
-        key: The key of a config file that it stands for. A star is the rest of the variable's name.
+        key: The key of a config file that it sets. A star is the rest of the variable's name.
         off: Values, in lower case, that mean nothing, because the launcher always sets the variable.
     """
 
@@ -554,7 +554,7 @@ VARIABLES: dict[str, LaunchVariable] = {
 
 
 def find_key_of_variable(variable: str, text: str) -> str:
-    """Return the key that a variable stands for; empty if it means nothing, or is not Accelerate's."""
+    """Return the key that a variable sets; empty if it means nothing, or is not Accelerate's."""
     if variable in VARIABLES:
         entry = VARIABLES[variable]
         return "" if text.lower() in entry.off else entry.key

@@ -384,7 +384,7 @@ DIFFERENCES = (
 
 
 def finish(file: ForeignFile, devices: int) -> None:
-    """Push to the hub if the file names a repository, and add what :func:`finish_run` adds.
+    """Push to the hub if the file names a repository, and the settings that :func:`finish_run` adds.
 
     Args:
         file: A file whose keys have been converted.

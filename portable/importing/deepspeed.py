@@ -180,7 +180,7 @@ class PassedOn(ForeignKey):
 
     Attributes:
         check: Raises for a value that is not passed on.
-        text: What docs/wild.md says.
+        text: Text in docs/wild.md.
     """
 
     check: Callable[[Any, ForeignFile], None]
@@ -188,7 +188,7 @@ class PassedOn(ForeignKey):
     reads_every_value: bool = field(default=True, kw_only=True)
 
     def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return False: DeepSpeed decides what a value means."""
+        """Return False, because DeepSpeed interprets the value."""
         return False
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
@@ -199,7 +199,7 @@ class PassedOn(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """What docs/wild.md says."""
+        """Text in docs/wild.md."""
         return self.text
 
 

@@ -106,9 +106,9 @@ class Program:
         differences: Differences that remain if every key has a counterpart.
         unset: Values that mean nothing for any of its keys.
         unknown: Message about an unknown key; ``{value}`` is its value.
-        convert_unknown: What to do with a key that is not in the table.
+        convert_unknown: Function that handles a key that is not in the table.
         prepare: Brings a file into the form that the table is for.
-        finish: Converts what several keys say together, after each of them has been converted. Its second
+        finish: Converts settings that several keys determine together, after each of them has been converted. Its second
             argument is the number of devices that a batch is spread over; 0 if it is not known.
     """
 
@@ -130,7 +130,7 @@ class Program:
 
         Args:
             values: Content of the file.
-            likely: Whether the file is from one of the programs. Then one of its own keys is enough.
+            likely: Whether the file is from one of the programs. Then a single key that only this program has is enough.
         """
         present = {*self.own_keys, *self.usual_keys} & values.keys()
         return len(present) > 1 or (likely and not present.isdisjoint(self.own_keys))
@@ -207,7 +207,7 @@ class ForeignFile:
         self.result.notes.append(one_line(f"{self.origin(path).text}: {message}"))
 
     def refuse(self, path: Path, message: str) -> None:
-        """Refuse the key at ``path``. The message says what to do instead."""
+        """Refuse the key at ``path``. The message ends with advice."""
         self.result.refused.append(one_line(f"{self.origin(path).text}: {message}"))
 
     def convert(self) -> None:

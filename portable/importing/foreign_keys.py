@@ -35,7 +35,7 @@ class NoEffect(Exception):  # noqa: N818  (not an error)
 
 
 class NoCounterpart(ValueError):  # noqa: N818
-    """A value cannot be expressed here. The text says what to do instead."""
+    """A value cannot be expressed here. The text ends with advice."""
 
 
 def is_off(value: Any) -> bool:
@@ -85,7 +85,7 @@ def find_word(value: Any, words: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignKey:
-    """What becomes of the values of a key of another program.
+    """Conversion of the values of one key of another program.
 
     One rule holds for all programs: null, false and empty values mean nothing, and so do the values in
     ``unless``.
@@ -93,8 +93,7 @@ class ForeignKey:
     Attributes:
         unless: Further values that mean nothing, such as the default of the program.
         reads_every_value: Whether :meth:`convert` also gets null, false and empty values.
-        hint: What to write instead, for messages about this name as a key of a run's config. Empty if the
-            target is all there is to say.
+        hint: Advice for messages about this name as a key of a run's config. Empty if the target is enough.
     """
 
     unless: Sequence[Any] = ()
@@ -124,12 +123,12 @@ class ForeignKey:
 
     @property
     def remedy(self) -> str:
-        """What to write instead of this name in a run's config: a setting, or a sentence."""
+        """Replacement for this name in a run's config: a setting, or a sentence."""
         return self.hint or ", ".join(self.targets)
 
     @property
     def summary(self) -> str:
-        """What docs/wild.md says about the key; empty if the key has no effect and needs nothing instead."""
+        """Text about the key in docs/wild.md; empty if the key has no effect and needs no replacement."""
         return self.remedy
 
 
@@ -200,7 +199,7 @@ class Words(WordKey, SingleTarget):
 
 @dataclass(frozen=True)
 class Presets(WordKey):
-    """A key whose words each stand for several settings."""
+    """A key with words that each become several settings."""
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Return the settings for a word."""
@@ -214,7 +213,7 @@ class Presets(WordKey):
 
     @property
     def remedy(self) -> str:
-        """The hint: the settings alone do not say which value to write."""
+        """The hint, because the settings do not determine which value to write."""
         return self.hint
 
 
@@ -274,10 +273,10 @@ class Several(ForeignKey):
 
 @dataclass(frozen=True)
 class Companion(ForeignKey):
-    """A key without a meaning of its own: the conversion of another key reads it.
+    """A key that is only read by the conversion of another key.
 
     Attributes:
-        instead: What to write instead: a setting, or a sentence.
+        instead: Advice: a setting, or a sentence.
     """
 
     instead: str
@@ -288,7 +287,7 @@ class Companion(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """What to write instead."""
+        """Advice for the message."""
         return self.instead
 
 
@@ -333,7 +332,7 @@ class Refused(WithoutCounterpart):
     """A key that has no counterpart, unless its value means nothing.
 
     Attributes:
-        instead: What to do instead.
+        instead: Advice for the message.
     """
 
     instead: str
@@ -344,12 +343,12 @@ class Refused(WithoutCounterpart):
 
     @property
     def remedy(self) -> str:
-        """What to do instead."""
+        """Advice for the message."""
         return self.instead
 
     @property
     def summary(self) -> str:
-        """What to do instead."""
+        """Advice for the message."""
         return f"refused: {self.instead}"
 
 

@@ -140,7 +140,7 @@ DIFFERENCES = (OTHER_ORDER, CUT_LATER, PACKED_APART)
 
 
 def finish(file: ForeignFile, devices: int) -> None:
-    """Add the default of ``lora_alpha``, twice the rank, and what :func:`finish_run` adds.
+    """Add the default of ``lora_alpha``, twice the rank, and the settings that :func:`finish_run` adds.
 
     Args:
         file: A file whose keys have been converted.

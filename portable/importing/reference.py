@@ -44,8 +44,8 @@ def build_page() -> str:
 def build_rows(keys: ForeignKeys) -> list[str]:
     """Return one row of a table for all keys with the same meaning.
 
-    A key that is named like its setting, or like its last part, goes without saying. So does a key without
-    effect that needs nothing in its place.
+    A key that is named like its setting, or like its last part, is left out, and so is a key without
+    effect that needs no replacement.
     """
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():

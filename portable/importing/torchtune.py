@@ -118,7 +118,7 @@ def read_loss(value: Any, _: ForeignFile) -> str | None:
 
 
 def read_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Read the class of the logger, of which one is a tracker."""
+    """Read the class of the logger. Only the class for W&B becomes a tracker."""
     return {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}
 
 
@@ -133,7 +133,7 @@ def read_lower(value: Any, _: ForeignFile) -> str:
 
 
 KEYS: ForeignKeys = {
-    # Keys that begin alike, such as wandb_*, mean the same in the files of all programs.
+    # Keys with the same prefix, such as wandb_*, mean the same in the files of all programs.
     **{
         name: key
         for keys in (trl.KEYS, axolotl.KEYS, llama_factory.KEYS)

@@ -44,7 +44,7 @@ def read_eval_fraction(value: Any, _: ForeignFile) -> Any:
 
 
 def read_chat_template(value: Any, _: ForeignFile) -> str | None:
-    """Read the name of a chat template. Programs bring templates along under names of their own."""
+    """Read the name of a chat template. Other programs include templates with different names."""
     if value == "chatml":
         return "chatml"
     if value == "tokenizer_default":
@@ -61,7 +61,7 @@ def read_steps_between(steps: str, epochs: str, switch: str) -> Callable[[Any, F
     Args:
         steps: Setting for the number of steps.
         epochs: Setting for the number of epochs.
-        switch: Key that says whether steps count.
+        switch: Key that decides whether steps count.
     """
 
     def read(value: Any, file: ForeignFile) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def read_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
 
 
 def read_push_time(value: Any, file: ForeignFile) -> str | None:
-    """Return when to push to the hub if ``push_to_hub`` is true: ``hub_strategy`` says it."""
+    """Return when to push to the hub if ``push_to_hub`` is true, according to ``hub_strategy``."""
     if truth(value) is not True:
         return None
     return "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"

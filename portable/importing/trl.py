@@ -61,7 +61,7 @@ SCRIPT_ARGUMENTS = {
 
 
 def read_betas(_: Any, file: ForeignFile) -> list[Any]:
-    """Return both betas of Adam, of which either may have its default."""
+    """Return both betas of Adam. Either of them may have its default."""
     return [file.get("adam_beta1", 0.9), file.get("adam_beta2", 0.999)]
 
 
@@ -97,7 +97,7 @@ def read_trackers(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def read_trained_part(_: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read TRL's two switches for what is trained. The more specific one wins if both are on."""
+    """Read TRL's two switches for the tokens that are trained. The more specific one wins if both are on."""
     if truth(file.get("assistant_only_loss")) is True:
         return {"data.train_on": "assistant"}
     if truth(file.get("completion_only_loss")) is True:
@@ -472,7 +472,7 @@ DIFFERENCES = (
 
 
 def finish(file: ForeignFile, devices: int) -> None:
-    """Add the loss of pairs, TRL's default for conversations, and what :func:`finish_run` adds.
+    """Add the loss of pairs, TRL's default for conversations, and the settings that :func:`finish_run` adds.
 
     Args:
         file: A file whose keys have been converted.

@@ -3,8 +3,8 @@
 While a model is built, :class:`Recording` creates large tensors without values (torch's fake tensors) and
 records the operations that give them values: constructors, ``_init_weights`` and custom code run unchanged.
 Afterwards, each rank computes the elements of its shards. An element depends only on the seed and its
-position, because every tensor is divided into fixed tiles, and the random numbers of each tile have a seed of
-their own.
+position, because every tensor is divided into fixed tiles, and the random numbers of each tile have a separate
+seed.
 
 Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole,
 one tensor at a time, whenever a slice of their result is read.
@@ -51,7 +51,7 @@ class _Write:
         start: First element.
         stop: End of the elements.
         operation: Operation of torch.
-        arguments: Its arguments, with references in place of recorded tensors.
+        arguments: Its arguments, with references instead of recorded tensors.
         keywords: Its keyword arguments, likewise.
         kind: "elementwise", "in place" (elementwise, and its first argument is the target), "random" (in
             place, with a generator) or "whole".
@@ -150,12 +150,12 @@ class Recording:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this context, create large tensors without values and record the operations on them."""
+        """Create large tensors without values, and record the operations on them, until the context ends."""
         with of_torch.truncated_normals_by(self._truncate), of_torch.every_operation(self._run):
             yield
 
     def is_recorded(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has recorded operations in place of values."""
+        """Return whether a tensor has recorded operations instead of values."""
         return self._find(tensor) is not None
 
     def read_later(self, tensor: Tensor) -> ReadableTensor:
@@ -370,7 +370,7 @@ class Recording:
         shape = view.shape
         if view.stride != torch.empty(shape, device="meta").stride():
             return self._compute_view(view, cache)[index]
-        # Find contiguous runs: from the first dimension after which all dimensions are read whole.
+        # Find contiguous runs: from the first dimension after which all dimensions are read completely.
         dim = len(shape)
         while dim > 0 and index[dim - 1] == slice(0, shape[dim - 1]):
             dim -= 1
@@ -401,7 +401,7 @@ class Recording:
             last: Its last write that counts.
             start: First element.
             stop: End of the elements.
-            cache: Results of operations on whole tensors, and the last tile.
+            cache: Results of operations on complete tensors, and the last tile.
         """
         values = torch.zeros(stop - start, dtype=storage.dtype)
         writes = []
@@ -466,7 +466,7 @@ class Recording:
                 target.copy_(write.operation(*arguments, **keywords))
 
     def _compute_whole(self, write: _Write, cache: dict[Any, Any]) -> Tensor:
-        """Run an operation on whole tensors and return the elements of the storage that it changes."""
+        """Run an operation on complete tensors and return the elements of the storage that it changes."""
         changed: list[Tensor] = []
 
         def compute(value: Any) -> Any:

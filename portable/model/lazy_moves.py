@@ -29,7 +29,7 @@ class LazyTensor:
     """A tensor whose slices are read on demand.
 
     Attributes:
-        shape: Shape of the whole tensor.
+        shape: Shape of the complete tensor.
         read: Function that returns the elements in an index with unit steps, with all dimensions.
     """
 

@@ -13,9 +13,9 @@ class Collective:
     bytes: int = 0
     """Bytes that a device sends, on a ring."""
     asynchronous: int = 0
-    """How many have a start and an end of their own in the schedule."""
+    """Number of collectives with a separate start and end in the schedule."""
     overlapped: int = 0
-    """How many of these have computation between the two."""
+    """Number of these that have computation between start and end."""
     compute_cycles: int = 0
     """The compiler's estimate of the cycles of that computation."""
 
@@ -35,9 +35,9 @@ class LargeValue:
     shape: str
     bytes: int
     operation: str
-    """Of the model, as far as the compiler has kept it."""
+    """Operation of the model, if the compiler has kept it."""
     source: str
-    """``models/llama.py:12``; empty where unknown."""
+    """``models/llama.py:12``; empty if unknown."""
     count: int = 1
 
 
@@ -54,7 +54,7 @@ class CompiledGraph:
     code_bytes: int
     flops: float
     bytes_accessed: float
-    """By the compiler's cost analysis, which takes no account of what stays in caches."""
+    """By the compiler's cost analysis, which does not consider caches."""
     compile_seconds: float
     collectives: dict[str, Collective] = field(default_factory=dict)
     large_values: tuple[LargeValue, ...] = ()
@@ -65,7 +65,7 @@ class CompiledGraph:
 
     @property
     def working_bytes(self) -> int:
-        """Device memory that the graph takes beside its arguments and code while it runs."""
+        """Device memory that the graph takes in addition to its arguments and code while it runs."""
         return self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     @property
@@ -85,7 +85,7 @@ class Compiled:
     """Bytes of a device's memory that programs may fill."""
     graphs: tuple[CompiledGraph, ...]
     problems: tuple[str, ...] = ()
-    """Why a graph, or all of them together, do not fit; a line each. A graph that alone does not fit is not
+    """Reasons why a graph, or all graphs together, do not fit, one line per reason. A graph that alone does not fit is not
     among ``graphs``."""
     needed_bytes: int = 0
     """The most that such a graph would take, by the compiler; 0 if there is none."""
@@ -105,12 +105,12 @@ class Compiled:
 
     @property
     def code_bytes(self) -> int:
-        """Of all graphs: their programs stay loaded."""
+        """Size of the code of all graphs, whose programs stay loaded."""
         return sum(graph.code_bytes for graph in self.graphs)
 
     @property
     def peak_bytes(self) -> int:
-        """State, the code of all graphs, and what the largest of them takes while it runs."""
+        """State, the code of all graphs, and the working memory of the largest graph."""
         return max(self.state_bytes + self.code_bytes + self.working_bytes, self.needed_bytes)
 
     @property

@@ -19,7 +19,7 @@ class Reached:
     share: tuple[float, float]
     """The lowest and the highest of the usual, as MFU."""
     source: str
-    """Which runs, for the user."""
+    """Description of these runs, for the user."""
 
 
 NOT_MEASURED = Reached((0.30, 0.50), "a guess: no run on this device is published")
@@ -39,7 +39,7 @@ class Device:
     per_node: int
     """Devices in a node, or in the largest slice."""
     for_collectives: int = 0
-    """Bytes to leave to the collectives' buffers where there are several devices."""
+    """Bytes to leave to the collectives' buffers if there are several devices."""
     peaks: tuple[tuple[str, float], ...] = ()
     """Dense peak FLOP/s by precision, of the data sheet."""
     reached: Reached = NOT_MEASURED

@@ -20,7 +20,7 @@ MASTER = 4
 def user_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> tuple[int, int]:
     """Bytes of the state that a user's optimizer keeps of a part of a parameter: of its shape, and others.
 
-    Others count as whole, which they are at most. It is tried without memory.
+    State of another shape counts completely. The optimizer is run on meta tensors.
     """
     from portable.optim.user_optimizer import state_of  # only here: it needs torch
 
@@ -39,9 +39,9 @@ def moment_bytes(
     """Bytes of the optimizer state of a parameter, or of ``rows`` of its rows.
 
     Args:
-        train: names the optimizer.
-        shape: of the whole parameter.
-        rows: rows along the first dim.
+        train: Settings with the optimizer.
+        shape: Shape of the complete parameter.
+        rows: Number of rows along the first dimension.
         exact: whether 8-bit AdamW keeps its moments in fp32.
         matrices: whether Muon updates it as matrices.
     """

@@ -21,7 +21,7 @@ def open_store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     """Connect to the store that the launcher's variables name.
 
     torchrun keeps its store when it restarts the ranks. A rank that comes early would read from it the
-    addresses that the others had before the restart, so each attempt uses a prefix of its own.
+    addresses that the others had before the restart, so each attempt uses a different prefix.
 
     Returns:
         The store, the rank, and the number of ranks.

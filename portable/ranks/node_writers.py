@@ -65,7 +65,7 @@ def form_node_writers(sees_checkpoint: Callable[[], bool]) -> NodeWriters | None
     """Choose the ranks that write the final model: the first rank of each node. A collective call.
 
     One process of a node is enough, because its threads use all cores, and because every process has to read
-    the index of the whole checkpoint.
+    the index of the complete checkpoint.
 
     Args:
         sees_checkpoint: Function that returns whether this process can read the checkpoint. A node without
@@ -80,6 +80,6 @@ def form_node_writers(sees_checkpoint: Callable[[], bool]) -> NodeWriters | None
     writes = rank == 0 or (os.environ.get("LOCAL_RANK", "0") == "0" and sees_checkpoint())
     answers = gather_text("writes" if writes else "")
     ranks = [number for number, answer in enumerate(answers) if answer]
-    # Without a group of their own, the ranks that do not write could not end before the others.
+    # The writers have a separate group, because the other ranks end before them.
     group = background_group(ranks) if len(ranks) > 1 else None
     return NodeWriters(group, ranks.index(rank), len(ranks)) if writes else None

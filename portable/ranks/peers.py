@@ -165,7 +165,7 @@ class PeerWatch:
         if self._connection is None or self._first is not None:
             return self._first
         code = getattr(error, "exit_code", RUN_ERROR)
-        # Errors without a code of ours include those of collectives whose peer has died.
+        # Errors without an exit code include errors of collectives whose peer has died.
         certain = hasattr(error, "exit_code")
         name = "" if certain else f"{type(error).__name__}: "
         failure = PeerFailure(self._rank, self._host, code, f"{name}{one_line(error)[:_MAX_TEXT]}", certain)
@@ -246,7 +246,7 @@ class _Arbiter:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell all ranks that rank 0 leaves, and stop."""
+        """Notify all ranks that rank 0 leaves, and stop."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")

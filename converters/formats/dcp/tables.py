@@ -2,7 +2,7 @@
 
 `.metadata` describes the pieces of all ranks, a thousand times more than one of a thousand ranks needs. A
 rank that resumes begins with one table, in an unchanged world its own. It reads another table when it reads a
-slice that the tables so far do not cover; `shard_checksums.json` says which tables may have the rest.
+slice that the tables so far do not cover; `shard_checksums.json` lists the tables that may have the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WHOLE = ".metadata"
 
 
 class ShardTables:
-    """The tables of one checkpoint, of which as few as possible are read.
+    """The tables of one checkpoint. As few as possible are read.
 
     Args:
         folder: Folder of the checkpoint.
@@ -59,7 +59,7 @@ class ShardTables:
         Args:
             key: Key of the tensor.
             build_boxes: Function that builds the boxes of an entry.
-            region: The region; None for the whole tensor.
+            region: The region; None for the complete tensor.
 
         Returns:
             The pieces, without duplicates.
@@ -135,7 +135,7 @@ class ShardedTensor(Tensor):
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """Pieces of the whole tensor, which are guaranteed to cover each element exactly once."""
+        """Pieces of the complete tensor, which are guaranteed to cover each element exactly once."""
         if self._boxes is None:
             self._set_fields(self.name, self.dtype, self.shape, self._find_boxes(None))
         assert self._boxes is not None

@@ -113,8 +113,8 @@ def defer_optim(
         name: Name of the other file.
         own: This rank's file.
         lengths: For each group of stages 1 and 2, the elements of the slice that belong to parameters, on
-            this rank and on the other rank, and the size of the slice. None in stage 3, where all ranks have
-            slices of the same sizes.
+            this rank and on the other rank, and the size of the slice. None in stage 3, because
+            the slices of all ranks have the same sizes.
 
     Returns:
         The file, whose tensors are opened when they are read.

@@ -90,7 +90,7 @@ class BadRecords:
             tell(f"warning: skipped: {error}")
 
     def tell(self, name: str) -> None:
-        """Tell how many there were."""
+        """Print how many records were skipped."""
         if self.count > _MOST_TOLD:
             tell(f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)")
 
@@ -194,7 +194,7 @@ class Fields:
     target: str | None = None
     label: str | None = None
     text_split: TextSplit = "file"
-    """How a ``.txt`` file is split into documents."""
+    """Unit into which a ``.txt`` file is split."""
     pair: str | None = None
     prefix: str = ""
     """Prepended to every text."""
@@ -205,7 +205,7 @@ class Fields:
     blank: BlankRecords = field(default_factory=BlankRecords, repr=False, compare=False)
     """Counts the records without text."""
     format: Format | None = "text"
-    """Of the records; None: each source recognizes it by its first record."""
+    """Format of the records; None: each source recognizes it by its first record."""
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Names under which fields of a record are read, with the names of these fields."""
     roles: frozenset[str] = field(default=ANSWERING, repr=False)

@@ -1,4 +1,4 @@
-"""Write the shard file of a rank, in the training process or in a process of its own.
+"""Write the shard file of a rank, in the training process or in a separate process.
 
 Serializing a large state runs Python code for each tensor. In a thread, this code and the training loop take
 turns with Python's global lock. A separate process needs only the bytes of the tensors, which a thread of the
