@@ -1,9 +1,8 @@
 """Requests to the Hugging Face hub, which one rank of each node sends for all of them.
 
 With all files cached, loading a model still sends several requests, and the hub limits the requests of an
-address. Therefore, the first rank of a node sends the requests. The other ranks wait for it, and then read its
-cache without requests. This needs no process group, because a run asks the hub before the process group
-exists.
+address. Therefore, the first rank of a node sends the requests. The other ranks wait for it, and then read
+its cache without requests. No process group is needed, because it does not exist yet at that time.
 """
 
 from __future__ import annotations

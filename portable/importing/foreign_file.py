@@ -108,8 +108,8 @@ class Program:
         unknown: Message about an unknown key; ``{value}`` is its value.
         convert_unknown: Function that handles a key that is not in the table.
         prepare: Brings a file into the form that the table is for.
-        finish: Converts settings that several keys determine together, after each of them has been converted. Its second
-            argument is the number of devices that a batch is spread over; 0 if it is not known.
+        finish: Converts settings that several keys determine together, after each of them has been
+            converted. Its second argument is the number of devices that share a batch; 0 if it is not known.
     """
 
     name: str
@@ -130,7 +130,8 @@ class Program:
 
         Args:
             values: Content of the file.
-            likely: Whether the file is from one of the programs. Then a single key that only this program has is enough.
+            likely: Whether the file is from one of the programs. Then a single key that only
+                this program has is enough.
         """
         present = {*self.own_keys, *self.usual_keys} & values.keys()
         return len(present) > 1 or (likely and not present.isdisjoint(self.own_keys))

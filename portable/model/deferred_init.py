@@ -3,8 +3,8 @@
 While a model is built, :class:`Recording` creates large tensors without values (torch's fake tensors) and
 records the operations that give them values: constructors, ``_init_weights`` and custom code run unchanged.
 Afterwards, each rank computes the elements of its shards. An element depends only on the seed and its
-position, because every tensor is divided into fixed tiles, and the random numbers of each tile have a separate
-seed.
+position, because every tensor is divided into fixed tiles, and each tile has a separate seed for its random
+numbers.
 
 Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole,
 one tensor at a time, whenever a slice of their result is read.

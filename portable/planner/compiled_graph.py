@@ -85,8 +85,8 @@ class Compiled:
     """Bytes of a device's memory that programs may fill."""
     graphs: tuple[CompiledGraph, ...]
     problems: tuple[str, ...] = ()
-    """Reasons why a graph, or all graphs together, do not fit, one line per reason. A graph that alone does not fit is not
-    among ``graphs``."""
+    """Reasons why a graph, or all graphs together, do not fit, one line per reason. A graph that alone
+    does not fit is not among ``graphs``."""
     needed_bytes: int = 0
     """The most that such a graph would take, by the compiler; 0 if there is none."""
     notes: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Rank files that are opened only when their values are read.
 
-The files of all ranks of a run have the same structure. A rank that resumes reads its own two files and takes
-from them what it has to know of the others: the names, dtypes and shapes. Whether another file really is like
+The files of all ranks of a run have the same structure. A rank that resumes reads its own two files and derives
+from them the names, dtypes and shapes in the other files. Whether another file really is like
 its own is checked when the file is opened, which does not happen if the world is unchanged.
 """
 
