@@ -1,8 +1,8 @@
 """Rank files that are opened only when their values are read.
 
-The files of all ranks of a run have the same structure. A rank that resumes reads its own two files and derives
-from them the names, dtypes and shapes in the other files. Whether another file really is like
-its own is checked when the file is opened, which does not happen if the world is unchanged.
+The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, which
+contain the names, dtypes and shapes of the other files as well. Whether another file really has the same
+structure is checked when it is opened, which does not happen if the world is unchanged.
 """
 
 from __future__ import annotations
