@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import re
 import shlex
 import signal
@@ -203,8 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = None
     try:
         given = sys.argv[1:] if argv is None else list(argv)
-        if argv is None:  # a checkpoint may have 100,000 tensors, which each collection would visit
+        if argv is None:  # this process runs nothing else, so its settings may change
+            # A checkpoint may have 100,000 tensors, and each collection would visit all of them.
             gc.set_threshold(1_000_000)
+            # The threads of a conversion multiply in parallel, so OpenBLAS's own threads would only compete
+            # with them for the cores. NumPy reads the variable when it is imported, which is later.
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if given[:1] and given[0] in _LOOKING:
             return _look(given)
         options = parser_of().parse_args(given)
