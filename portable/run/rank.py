@@ -134,6 +134,8 @@ def _run_with_peers(
             if first is error:
                 raise
             raise first from None
+        # The search for a batch that fits takes seconds, and another rank may finish it earlier.
+        peers.will_end()
         step = error.step if isinstance(error, DeviceMemoryError) else None
         from portable.run import micro_batch
 
