@@ -12,27 +12,20 @@ import shlex
 import signal
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from converters.commands import BY_SIGNAL, DAMAGED, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
-from converters.errors import CheckpointError, CommandError, blame, printable
-from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, PUBLISHED, WRITERS
+from converters.errors import CheckpointError, CommandError, printable
+from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, WRITERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from converters.adapters.adapter import Adapter
-    from converters.checkpoint import Checkpoint
-    from converters.storage.path_or_url import Place
-    from converters.tensors.casting import Losses
-    from converters.writers.conversion import Plan
+    from converters.convert import Conversion
 
 # Commands of their own; a folder of that name is given as ./inspect.
 _LOOKING = ("inspect", "diff")
-
-# Do not report files that are not copied for one of these reasons, because users expect it.
-_EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
 
 # Seconds after SIGTERM within which clean-up must finish.
 _CLEANUP_SECONDS = 20
@@ -253,331 +246,36 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    # Imported here, so that --help and a mistyped option answer at once.
-    from converters.config_and_tokenizer_files import companions_from, list_companion_names, model_from
-    from converters.opening import open_checkpoint
-    from converters.storage.path_or_url import place, suggest_path
-    from converters.writers.conversion import carry_out, check_expansion
-    from converters.writers.draft import check_output
-    from converters.writers.targets import is_single
+    """Convert, and print what was written."""
+    from converters.convert import convert  # imported here, so that --help and a wrong option answer at once
 
-    source, out = model_from(options.src), place(options.out)
-    single = is_single(options.to, out)
-    if not source.exists():
-        raise CommandError(f"{source}: no such file or folder{suggest_path(source)}")
-    sources = [source] if options.merge_into is None else [source, model_from(options.merge_into)]
-    if not options.dry_run:
-        more = [] if options.config_from is None else list_companion_names(place(options.config_from))
-        check_output(out, sources, overwrite=options.overwrite, single=single, companions=more)
-    given = None if options.config_from is None else companions_from(options.config_from)
-    checkpoint = open_checkpoint(source, options.tag, companions=given)
-    taken = _taken(checkpoint, source)
-    models = sources if options.config_from is None else [*sources, place(options.config_from)]
-    checkpoint, make_plan = _asked(checkpoint, given, options, models)
-    excluded = _find_excluded_files(checkpoint, models)
-    if options.dry_run:
-        plan = make_plan()
-        check_expansion(checkpoint, plan, allowed=options.expand)
-        describe = (
-            _json(checkpoint, plan, taken, options)
-            if options.json
-            else _describe(checkpoint, plan, out, single=single)
-        )
-        say(describe)
-        _note_excluded_files(excluded, options)
-        _note_config(plan, source, options)
-        return 0
-    plan = carry_out(
-        checkpoint,
-        make_plan,
-        out,
-        overwrite=options.overwrite,
+    printed = {"src", "out", "json", "quiet"}
+    conversion = convert(
+        options.src,
+        options.out,
         progress=not options.quiet,
-        verify=options.verify,
-        expand=options.expand,
-        single=single,
+        **{name: value for name, value in vars(options).items() if name not in printed},
     )
     if options.json:
-        say(_json(checkpoint, plan, taken, options))
+        say(_format_json(conversion, options))
+    elif options.dry_run:
+        say(_describe(conversion, to=options.to))
     elif not options.quiet:
-        say(fitted(_done(checkpoint, plan, taken, out, verified=options.verify), sys.stdout))
-        if (warning := _check_names(checkpoint, plan, options)) is not None:
-            complain(f"warning: {printable(warning)}")
-        elif (loader := _loader(plan, out, options)) is not None:
+        say(fitted(_summarize(conversion, verified=options.verify), sys.stdout))
+        if conversion.warning is not None:
+            complain(f"warning: {printable(conversion.warning)}")
+        elif (loader := _loader(conversion, options)) is not None:
             say(fitted(f"  load it with {printable(loader)}", sys.stdout))
-    if plan.losses.first and not options.quiet:
-        _note(f"{_lost(plan.losses)} in --dtype {options.dtype}, some of them in {plan.losses.first!r}")
-    _note_excluded_files(excluded, options)
-    _note_config(plan, source, options)
+    for note in () if options.quiet else conversion.notes:
+        complain(f"note: {printable(note)}")
     return 0
 
 
-def _check_names(checkpoint: Checkpoint, plan: Plan, options: argparse.Namespace) -> str | None:
-    """Return a warning if most tensor names do not belong to the model type in the config."""
-    from converters.names.known_words import find_foreign_name
-
-    if options.to not in ("safetensors", "torch") or ADAPTER_CONFIG in plan.names:
-        return None
-    config = checkpoint.read_config()
-    name = find_foreign_name(checkpoint.tensors, config)
-    if name is None:
-        return None
-    return (
-        f"{name!r} and most other tensors do not have the names of a model of type {config['model_type']!r}, "
-        "so from_pretrained cannot load them; convert them with the program that wrote them, or give the "
-        "model's own config.json with --config-from"
-    )
-
-
-def _add_custom_code(checkpoint: Checkpoint, models: Sequence[Place]) -> Checkpoint:
-    """Add the Python files of a model with custom code to the checkpoint's companions."""
-    from converters.config_and_tokenizer_files import find_custom_code
-
-    files = {name: path for model in models for name, path in find_custom_code(model).items()}
-    return checkpoint.with_companions(files)
-
-
-def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dict[str, str]:
-    """Return the reason for each file of the model that is not copied, keyed by file name."""
-    from converters.config_and_tokenizer_files import find_excluded_files
-
-    excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
-    return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
-
-
-def _note_excluded_files(excluded: Mapping[str, str], options: argparse.Namespace) -> None:
-    """Report the files that are not copied, except weights, training state, logs, and hidden files."""
-    reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
-    if reported and not options.quiet and options.to != "gguf":
-        hint = "; --trust-remote-code copies the code" if "custom code" in reported.values() else ""
-        _note(f"not copied: {', '.join(f'{name} ({reason})' for name, reason in reported.items())}{hint}")
-
-
-def _asked(
-    checkpoint: Checkpoint,
-    given: Mapping[str, Place] | None,
-    options: argparse.Namespace,
-    models: Sequence[Place],
-) -> tuple[Checkpoint, Callable[[], Plan]]:
-    """Apply the options that change the model: merging, dequantizing and quantizing.
-
-    Returns:
-        The resulting checkpoint, and a function that plans the output files.
-    """
-    from converters.names.model_config import check_fits
-    from converters.writers.conversion import Choices
-    from converters.writers.targets import planner
-
-    if options.dequantize is not None and options.merge_into is None:
-        checkpoint = _floats(checkpoint, options.dequantize)
-    checkpoint, adapter, stored = _adapter(checkpoint, given, options, models)
-    if given is not None and adapter is None:
-        check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {options.config_from}")
-    if adapter is None:
-        _check_complete(checkpoint, stored, options)
-        checkpoint = _rename_tensors(checkpoint, given, options)
-        if options.trust_remote_code:
-            checkpoint = _add_custom_code(checkpoint, models)
-    elif options.names is not None:
-        raise CommandError(
-            f"--names: {checkpoint.root} contains an adapter, whose names cannot be converted; omit --names"
-        )
-    quantizes = options.quantize is not None or options.quantize_like is not None
-    if quantizes:
-        checkpoint = _codes(checkpoint, adapter, options)
-    # What is quantized is cast before that.
-    dtype = "keep" if quantizes else options.dtype
-    choices = Choices(dtype, options.max_shard_size, options.optimizer)
-    if adapter is None:
-        return checkpoint, partial(planner(options.to), checkpoint, choices)
-    if options.to == "gguf":
-        from converters.writers.gguf_writer import plan_gguf_adapter
-
-        return checkpoint, lambda: plan_gguf_adapter(adapter, _base_config(adapter, given), choices)
-    from converters.writers.safetensors_writer import plan_adapter
-
-    return checkpoint, partial(plan_adapter, adapter, choices)
-
-
-def _adapter(
-    checkpoint: Checkpoint,
-    companions: Mapping[str, Place] | None,
-    options: argparse.Namespace,
-    models: Sequence[Place],
-) -> tuple[Checkpoint, Adapter | None, Checkpoint]:
-    """Merge or extract the adapter in SRC, if there is one.
-
-    Returns:
-        The checkpoint to write, the adapter if it is written on its own, and the checkpoint with the stored
-        values of the experts.
-    """
-    from converters.adapters.adapter import find_adapter
-    from converters.opening import open_checkpoint
-    from converters.storage.path_or_url import place
-
-    asked = {
-        "--merge-into": options.merge_into,
-        "--adapter-config": options.adapter_config,
-        "--adapter-name": options.adapter_name,
-    }
-    given = [name for name, value in asked.items() if value is not None]
-    if options.to not in ("safetensors", "gguf") and options.merge_into is None:
-        if given:
-            raise CommandError(
-                f"{given[0]}: adapters are written as safetensors or gguf; leave out --to {options.to}"
-            )
-        return checkpoint, None, checkpoint
-    config = None
-    if options.adapter_config is not None:
-        from converters.adapters.config import given_config
-
-        config = given_config(options.adapter_config)
-    adapter = find_adapter(checkpoint, config=config, name=options.adapter_name)
-    if adapter is None:
-        if given:
-            raise CommandError(f"{given[0]}: {checkpoint.root} holds no adapter")
-        return checkpoint, None, checkpoint
-    if options.merge_into is None:
-        if adapter.base and not options.quiet:
-            count = len(adapter.base)
-            what = "1 tensor" if count == 1 else f"{count:,} tensors"
-            more = f"; --merge-into {options.src} writes it merged" if adapter.has_base else ""
-            _note(f"{what} of the base model left out{more}")
-        return adapter.checkpoint, adapter, checkpoint
-    if options.optimizer:
-        raise CommandError("--optimizer: a merged model has no optimizer state; leave it out")
-    base_path = models[1]
-    itself = base_path.exists() and base_path.resolve() in (
-        checkpoint.root.resolve(),
-        place(options.src).resolve(),
-    )
-    if itself:
-        base = adapter.base_inside().with_companions(companions or {})
-    else:
-        base = open_checkpoint(base_path, companions=companions)
-    stored = base
-    if options.dequantize is not None:
-        base = _floats(base, options.dequantize)
-    from converters.adapters.merging import merge
-
-    merged = merge(adapter, base, dtype=options.dtype)
-    if merged.config.get("tie_word_embeddings") is False and not options.quiet:
-        _note(
-            "the adapter changes only one of the tied embeddings: they become two, tie_word_embeddings: false"
-        )
-    return merged, None, stored
-
-
-def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping[str, Any]:
-    """Read the config of the model that an adapter was trained on."""
-    from converters.config_and_tokenizer_files import companions_from
-    from converters.storage.safe_open import read_small_table
-
-    path = adapter.trained_config
-    if given is None and path is None and adapter.config.base is not None:
-        given = companions_from(adapter.config.base)
-    return read_small_table(path if given is None else given.get("config.json"))
-
-
-def _rename_tensors(
-    checkpoint: Checkpoint, given: Mapping[str, Place] | None, options: argparse.Namespace
-) -> Checkpoint:
-    """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
-    from converters.naming import (
-        find_name_rules,
-        read_published_names,
-        read_published_shapes,
-        rename_to_live,
-        rename_to_published,
-    )
-
-    names = options.names or ("published" if options.to in PUBLISHED else None)
-    if names is None:
-        return checkpoint
-    config = None if given is None else given["config.json"]
-    base = None if config is None else read_published_names(config)
-    with blame("--names"):
-        rules = find_name_rules(
-            checkpoint, base, lambda: {} if config is None else read_published_shapes(config)
-        )
-    return rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
-
-
-def _check_complete(checkpoint: Checkpoint, stored: Checkpoint, options: argparse.Namespace) -> None:
-    """Refuse an incomplete model unless `--partial` is given, and keep the problems for `_note_config`."""
-    from converters.integrity import check_complete
-
-    options.problems = check_complete(checkpoint, partial=options.partial, stored=stored)
-
-
-def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    from converters.quantization.dequantize import dequantized
-
-    with blame("--dequantize"):
-        return dequantized(checkpoint, dtype)
-
-
-def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Namespace) -> Checkpoint:
-    from converters.config_and_tokenizer_files import model_from
-    from converters.opening import open_checkpoint
-    from converters.quantization.quantize import quantized, quantized_like
-
-    option = "--quantize" if options.quantize_like is None else "--quantize-like"
-    wrong = {
-        "--quantize-like": options.quantize is not None and options.quantize_like is not None,
-        "--optimizer": options.optimizer,
-        f"--to {options.to}": options.to != "safetensors",
-    }
-    if excluded := next((name for name, is_given in wrong.items() if is_given), None):
-        raise CommandError(f"{option}: cannot be combined with {excluded}; leave out one of them")
-    if adapter is not None:
-        raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
-    with blame(option):
-        if options.quantize is not None:
-            return quantized(checkpoint, options.quantize, dtype=options.dtype)
-        base = open_checkpoint(model_from(options.quantize_like))
-        return quantized_like(checkpoint, base, dtype=options.dtype)
-
-
-def _lost(losses: Losses) -> str:
-    counts = {"infinite": losses.infinite, "0": losses.zero}
-    return " and ".join(f"{count:,} values became {what}" for what, count in counts.items() if count)
-
-
-def _note(text: str) -> None:
-    complain(f"note: {printable(text)}")
-
-
-def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:
-    """Report problems of the model, and that `from_pretrained` cannot load OUT without a config.json."""
-    from converters.integrity import NAMES_IN_MEMORY
-
-    for problem in () if options.quiet else getattr(options, "problems", ()):
-        if problem.kind == NAMES_IN_MEMORY:
-            continue  # --names decides which names OUT has
-        _note(str(problem) if problem.repaired else f"--partial: {problem}")
-    if options.quiet or options.to != "safetensors":
-        return
-    if not plan.names & {"config.json", ADAPTER_CONFIG}:
-        _note(
-            f"{source} holds no config.json, so from_pretrained cannot load {options.out}; "
-            "take it from the base model with --config-from FOLDER_OR_ID"
-        )
-
-
-def _taken(checkpoint: Checkpoint, source: Place) -> str | None:
-    """Return the step or tag that was chosen below SRC, or None if SRC is the checkpoint itself."""
-    tag = checkpoint.metadata.get("tag")
-    if isinstance(tag, str):
-        return tag if tag != source.name else None
-    root = checkpoint.root
-    return root.name if root.absolute() != source.absolute() else None
-
-
-def _json(checkpoint: Checkpoint, plan: Plan, taken: str | None, options: argparse.Namespace) -> str:
+def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
     """Format the result of a conversion or of a dry run as JSON."""
     from converters.tensors.dtypes import TO_TORCH
 
+    checkpoint, plan = conversion.checkpoint, conversion.plan
     about, losses = checkpoint.metadata, plan.losses
     document = {
         "source": options.src,
@@ -585,7 +283,7 @@ def _json(checkpoint: Checkpoint, plan: Plan, taken: str | None, options: argpar
         **{
             key: about[key] for key in ("zero_stage", "world_size", "step") if isinstance(about.get(key), int)
         },
-        "tag": taken,
+        "tag": conversion.tag,
         "out": options.out,
         "to": options.to,
         "written": not options.dry_run,
@@ -604,20 +302,21 @@ def _json(checkpoint: Checkpoint, plan: Plan, taken: str | None, options: argpar
     return json.dumps(document, indent=1)
 
 
-def _done(checkpoint: Checkpoint, plan: Plan, taken: str | None, out: Place, *, verified: bool) -> str:
+def _summarize(conversion: Conversion, *, verified: bool) -> str:
     """Format the summary of a conversion.
 
     For example: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`.
     """
     from converters.tensors.dtypes import TO_TORCH
 
+    checkpoint, plan = conversion.checkpoint, conversion.plan
     about = checkpoint.metadata
     stage = about.get("zero_stage")
     source = [f"{checkpoint.format} ZeRO-{stage}" if stage else checkpoint.format]
     if isinstance(ranks := about.get("world_size"), int):
         source.append("1 rank" if ranks == 1 else f"{ranks} ranks")
     source += [f"step {about['step']}"] if "step" in about else []
-    source += [taken] if taken else []
+    source += [conversion.tag] if conversion.tag else []
     entries = [entry for file in plan.files for entry in file.entries]
     dtypes = sorted({TO_TORCH[entry.dtype] for entry in entries})
     written = [
@@ -626,13 +325,14 @@ def _done(checkpoint: Checkpoint, plan: Plan, taken: str | None, out: Place, *, 
         " and ".join(dtypes),
     ]
     checked = "\n  compared with the source" if verified else ""
-    return printable(f"{', '.join(source)} → {out}: {', '.join(filter(None, written))}") + checked
+    return printable(f"{', '.join(source)} → {conversion.out}: {', '.join(filter(None, written))}") + checked
 
 
-def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
+def _loader(conversion: Conversion, options: argparse.Namespace) -> str | None:
     """How to load what was written, if a library does; from an object store, after a copy."""
     from converters.storage.path_or_url import is_url
 
+    plan, out = conversion.plan, conversion.out
     if options.to != "safetensors" or not plan.names & {"config.json", ADAPTER_CONFIG}:
         return None
     where = out.name if is_url(str(out)) else options.out
@@ -650,7 +350,12 @@ def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
     return f"portable-convert {shlex.quote(options.out)} {shlex.quote(where)}, then {loader}"
 
 
-def _describe(checkpoint: Checkpoint, plan: Plan, out: Place, *, single: bool) -> str:
+def _describe(conversion: Conversion, *, to: str) -> str:
+    """Format the plan of a dry run: every output file with its tensors."""
+    from converters.writers.targets import is_single
+
+    checkpoint, plan, out = conversion.checkpoint, conversion.plan, conversion.out
+    single = is_single(to, out)
     lines = [f"{checkpoint.root} ({checkpoint.format})"]
     if "step" in checkpoint.metadata:
         lines[0] += f", step {checkpoint.metadata['step']}"

@@ -1,0 +1,478 @@
+"""Conversion of a checkpoint as one function, which `portable-convert` calls.
+
+from converters import convert
+
+convert("runs/quickstart", "model", dtype="bfloat16")
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.config_and_tokenizer_files import (
+    companions_from,
+    find_custom_code,
+    find_excluded_files,
+    list_companion_names,
+    model_from,
+)
+from converters.errors import CommandError, blame
+from converters.integrity import NAMES_IN_MEMORY, check_complete
+from converters.opening import open_checkpoint
+from converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
+from converters.storage.path_or_url import place, suggest_path
+from converters.writers.conversion import Choices, carry_out, check_expansion
+from converters.writers.draft import check_output
+from converters.writers.targets import is_single, planner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from converters.adapters.adapter import Adapter
+    from converters.checkpoint import Checkpoint
+    from converters.integrity import Problem
+    from converters.storage.path_or_url import Place
+    from converters.writers.conversion import Plan
+
+# Do not report files that are not copied for one of these reasons, because users expect it.
+_EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Result of `convert`.
+
+    Attributes:
+        source: Path or URL of the source.
+        out: Path or URL of the output.
+        checkpoint: The checkpoint that was written, after merging, renaming, and quantizing.
+        plan: The output files with their tensors. `plan.nbytes` is the size of the files with tensors, and
+            `plan.names` are the names of all files.
+        tag: The step or tag that was chosen below the source, or None if the source is the checkpoint itself.
+        notes: Facts that the user should know, for example which files were not copied.
+        warning: What prevents other programs from loading the output, or None.
+    """
+
+    source: Place
+    out: Place
+    checkpoint: Checkpoint
+    plan: Plan
+    tag: str | None
+    notes: tuple[str, ...]
+    warning: str | None
+
+
+def convert(
+    source: str | Place,
+    out: str | Place,
+    *,
+    to: str = "safetensors",
+    tag: str | None = None,
+    dtype: str = "keep",
+    names: str | None = None,
+    optimizer: bool = False,
+    config_from: str | Place | None = None,
+    merge_into: str | Place | None = None,
+    adapter_config: str | Place | None = None,
+    adapter_name: str | None = None,
+    dequantize: str | None = None,
+    quantize: str | None = None,
+    quantize_like: str | Place | None = None,
+    max_shard_size: int = Choices.max_shard_size,
+    partial: bool = False,
+    expand: bool = False,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    verify: bool = False,
+    dry_run: bool = False,
+    progress: bool = False,
+) -> Conversion:
+    """Convert a training checkpoint, as `portable-convert` does.
+
+    The tensors are streamed, so memory use does not grow with the model. The source is never changed, and
+    the output appears complete or not at all.
+
+    Example:
+        >>> from converters import convert
+        >>> conversion = convert("runs/quickstart", "model", dtype="bfloat16")
+        >>> conversion.plan.nbytes > 0
+        True
+
+    Args:
+        source: Run folder (its newest complete checkpoint is converted), folder of a checkpoint, file, or
+            URL (`s3://`, `gs://`). The format is detected.
+        out: Folder to create, or a URL. For `to="gguf"` also a file whose name ends with `.gguf`.
+        to: Format to write, one of `safetensors`, `dcp`, `dcp-safetensors`, `torch`, `deepspeed-universal`,
+            and `gguf`.
+        tag: Step of the source: a folder name (`step-000100`) or a number (`100`). Default: the newest.
+        dtype: Dtype of the floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the
+            highest precision in the source. `gguf` also supports `q8_0`, `q4_0`, and `mxfp4`.
+        names: `published` for the tensor names of published files, or `live` for the names that transformers
+            uses in memory. Default: `published` for safetensors, torch, and gguf. The other formats keep the
+            names of the source.
+        optimizer: Whether to also write the optimizer state.
+        config_from: Folder or Hub ID from which `config.json` and the tokenizer are copied.
+        merge_into: Base model (folder, file, URL, or Hub ID). The adapter in the source is merged into it.
+        adapter_config: The `adapter_config.json` of the adapter, if it is in another folder.
+        adapter_name: The adapter to convert, if the source contains several.
+        dequantize: Dtype in which quantized weights are written: `bfloat16`, `float16`, or `float32`.
+        quantize: Quantization of linear layers: `fp8-block`, `fp8`, `mxfp4`, `int8`, or `int4`.
+        quantize_like: Folder or Hub ID of a quantized model, whose layout is used.
+        max_shard_size: Maximum size of an output file in bytes.
+        partial: Whether to convert a model with missing tensors, or with shapes that contradict
+            `config.json`.
+        expand: Whether the output may be much larger than the source, because tensors of the source
+            share the same bytes.
+        trust_remote_code: Whether to copy the Python files of the model. They are not run here, but
+            `from_pretrained` may run them.
+        overwrite: Whether to replace an earlier output.
+        verify: Whether to read the output back and compare it with the source before it appears.
+        dry_run: Whether to only plan the output and write nothing.
+        progress: Whether to show a progress bar if standard error is a terminal.
+
+    Returns:
+        What was written, and notes for the user.
+
+    Raises:
+        CheckpointError: If the source is damaged, incomplete, or not supported, or if the output cannot be
+            written. `out` is then unchanged.
+    """
+    _check_value("names", names, NAMES)
+    _check_value("dequantize", dequantize, ("bfloat16", "float16", "float32"))
+    _check_value("quantize", quantize, FORMS)
+    _check_value("dtype", dtype, list(DTYPES))
+    source_path, out_path = model_from(str(source)), place(out)
+    single = is_single(to, out_path)
+    if not source_path.exists():
+        raise CommandError(f"{source_path}: no such file or folder{suggest_path(source_path)}")
+    models = [source_path] if merge_into is None else [source_path, model_from(str(merge_into))]
+    if not dry_run:
+        companions = () if config_from is None else list_companion_names(place(config_from))
+        check_output(out_path, models, overwrite=overwrite, single=single, companions=companions)
+    request = _Request(
+        source=str(source),
+        to=to,
+        dtype=dtype,
+        names=names,
+        optimizer=optimizer,
+        config_from=None if config_from is None else str(config_from),
+        merge_into=None if merge_into is None else models[1],
+        adapter_config=None if adapter_config is None else str(adapter_config),
+        adapter_name=adapter_name,
+        dequantize=dequantize,
+        quantize=quantize,
+        quantize_like=None if quantize_like is None else str(quantize_like),
+        max_shard_size=max_shard_size,
+        partial=partial,
+        trust_remote_code=trust_remote_code,
+        models=models if config_from is None else [*models, place(config_from)],
+        given_companions=None if config_from is None else companions_from(str(config_from)),
+    )
+    checkpoint = open_checkpoint(source_path, tag, companions=request.given_companions)
+    chosen_tag = _find_chosen_tag(checkpoint, source_path)
+    checkpoint, make_plan = request.apply(checkpoint)
+    excluded_files = _find_excluded_files(checkpoint, request.models)
+    if dry_run:
+        plan = make_plan()
+        check_expansion(checkpoint, plan, allowed=expand)
+    else:
+        plan = carry_out(
+            checkpoint,
+            make_plan,
+            out_path,
+            overwrite=overwrite,
+            progress=progress,
+            verify=verify,
+            expand=expand,
+            single=single,
+        )
+    notes = [
+        *request.notes,
+        *_describe_losses(plan, dtype),
+        *_describe_excluded_files(excluded_files, to),
+        *_describe_problems(request.problems),
+        *_describe_missing_config(plan, source_path, out, to),
+    ]
+    warning = None if dry_run else _find_foreign_names(checkpoint, plan, to)
+    return Conversion(source_path, out_path, checkpoint, plan, chosen_tag, tuple(notes), warning)
+
+
+def _check_value(option: str, value: str | None, allowed: Sequence[str]) -> None:
+    if value is not None and value not in allowed:
+        raise CommandError(f"{option}: {value!r} is not one of {', '.join(allowed)}")
+
+
+@dataclass
+class _Request:
+    """Options of `convert` that change the model, and the notes that arise while they are applied.
+
+    Attributes:
+        models: Places from which files other than weights are copied.
+        given_companions: Files of `config_from`, keyed by name. None without `config_from`.
+        problems: Problems of an incomplete model that the user allowed.
+    """
+
+    source: str
+    to: str
+    dtype: str
+    names: str | None
+    optimizer: bool
+    config_from: str | None
+    merge_into: Place | None
+    adapter_config: str | None
+    adapter_name: str | None
+    dequantize: str | None
+    quantize: str | None
+    quantize_like: str | None
+    max_shard_size: int
+    partial: bool
+    trust_remote_code: bool
+    models: Sequence[Place]
+    given_companions: Mapping[str, Place] | None
+    notes: list[str] = field(default_factory=list)
+    problems: Sequence[Problem] = ()
+
+    def apply(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Callable[[], Plan]]:
+        """Merge, dequantize, rename, and quantize as requested.
+
+        Returns:
+            The resulting checkpoint, and a function that plans the output files.
+        """
+        from converters.names.model_config import check_fits
+
+        if self.dequantize is not None and self.merge_into is None:
+            checkpoint = _dequantize(checkpoint, self.dequantize)
+        checkpoint, adapter, stored = self._merge_or_extract_adapter(checkpoint)
+        if self.given_companions is not None and adapter is None:
+            check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {self.config_from}")
+        if adapter is None:
+            self.problems = check_complete(checkpoint, partial=self.partial, stored=stored)
+            checkpoint = self._rename_tensors(checkpoint)
+            if self.trust_remote_code:
+                files = {
+                    name: path for model in self.models for name, path in find_custom_code(model).items()
+                }
+                checkpoint = checkpoint.with_companions(files)
+        elif self.names is not None:
+            raise CommandError(
+                f"--names: {checkpoint.root} contains an adapter, whose names cannot be converted; "
+                "omit --names"
+            )
+        quantizes = self.quantize is not None or self.quantize_like is not None
+        if quantizes:
+            checkpoint = self._quantize(checkpoint, adapter)
+        # Weights that are quantized were already cast to --dtype.
+        choices = Choices("keep" if quantizes else self.dtype, self.max_shard_size, self.optimizer)
+        if adapter is None:
+            return checkpoint, functools.partial(planner(self.to), checkpoint, choices)
+        if self.to == "gguf":
+            from converters.writers.gguf_writer import plan_gguf_adapter
+
+            return checkpoint, lambda: plan_gguf_adapter(adapter, self._read_base_config(adapter), choices)
+        from converters.writers.safetensors_writer import plan_adapter
+
+        return checkpoint, functools.partial(plan_adapter, adapter, choices)
+
+    def _merge_or_extract_adapter(
+        self, checkpoint: Checkpoint
+    ) -> tuple[Checkpoint, Adapter | None, Checkpoint]:
+        """Merge or extract the adapter in the source, if there is one.
+
+        Returns:
+            The checkpoint to write, the adapter if it is written on its own, and the checkpoint with the
+            stored values of the experts.
+        """
+        from converters.adapters.adapter import find_adapter
+
+        options = {
+            "--merge-into": self.merge_into,
+            "--adapter-config": self.adapter_config,
+            "--adapter-name": self.adapter_name,
+        }
+        option = next((name for name, value in options.items() if value is not None), None)
+        if self.to not in ("safetensors", "gguf") and self.merge_into is None:
+            if option is not None:
+                raise CommandError(
+                    f"{option}: adapters are written as safetensors or gguf; leave out --to {self.to}"
+                )
+            return checkpoint, None, checkpoint
+        config = None
+        if self.adapter_config is not None:
+            from converters.adapters.config import given_config
+
+            config = given_config(self.adapter_config)
+        adapter = find_adapter(checkpoint, config=config, name=self.adapter_name)
+        if adapter is None:
+            if option is not None:
+                raise CommandError(f"{option}: {checkpoint.root} holds no adapter")
+            return checkpoint, None, checkpoint
+        if self.merge_into is not None:
+            merged, stored = self._merge(checkpoint, adapter, self.merge_into)
+            return merged, None, stored
+        if adapter.base:
+            count = len(adapter.base)
+            tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
+            remedy = f"; --merge-into {self.source} writes it merged" if adapter.has_base else ""
+            self.notes.append(f"{tensors} of the base model left out{remedy}")
+        return adapter.checkpoint, adapter, checkpoint
+
+    def _merge(
+        self, checkpoint: Checkpoint, adapter: Adapter, base_path: Place
+    ) -> tuple[Checkpoint, Checkpoint]:
+        """Merge an adapter into its base model.
+
+        Returns:
+            The merged checkpoint, and the base with the stored values of the experts.
+        """
+        from converters.adapters.merging import merge
+
+        if self.optimizer:
+            raise CommandError("--optimizer: a merged model has no optimizer state; leave it out")
+        contains_base = base_path.exists() and base_path.resolve() in (
+            checkpoint.root.resolve(),
+            place(self.source).resolve(),
+        )
+        if contains_base:
+            stored = adapter.base_inside().with_companions(self.given_companions or {})
+        else:
+            stored = open_checkpoint(base_path, companions=self.given_companions)
+        base = stored if self.dequantize is None else _dequantize(stored, self.dequantize)
+        merged = merge(adapter, base, dtype=self.dtype)
+        if merged.config.get("tie_word_embeddings") is False:
+            self.notes.append(
+                "the adapter changes only one of the tied embeddings: they become two, "
+                "tie_word_embeddings: false"
+            )
+        return merged, stored
+
+    def _read_base_config(self, adapter: Adapter) -> Mapping[str, Any]:
+        """Read the config of the model that an adapter was trained on."""
+        from converters.storage.safe_open import read_small_table
+
+        companions, path = self.given_companions, adapter.trained_config
+        if companions is None and path is None and adapter.config.base is not None:
+            companions = companions_from(adapter.config.base)
+        return read_small_table(path if companions is None else companions.get("config.json"))
+
+    def _rename_tensors(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
+        from converters.naming import (
+            find_name_rules,
+            read_published_names,
+            read_published_shapes,
+            rename_to_live,
+            rename_to_published,
+        )
+
+        names = self.names or ("published" if self.to in PUBLISHED else None)
+        if names is None:
+            return checkpoint
+        config = None if self.given_companions is None else self.given_companions["config.json"]
+        base = None if config is None else read_published_names(config)
+        with blame("--names"):
+            rules = find_name_rules(
+                checkpoint, base, lambda: {} if config is None else read_published_shapes(config)
+            )
+        return (
+            rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
+        )
+
+    def _quantize(self, checkpoint: Checkpoint, adapter: Adapter | None) -> Checkpoint:
+        """Quantize the weights with `--quantize` or `--quantize-like`."""
+        from converters.quantization.quantize import quantized, quantized_like
+
+        option = "--quantize" if self.quantize_like is None else "--quantize-like"
+        conflicts = {
+            "--quantize-like": self.quantize is not None and self.quantize_like is not None,
+            "--optimizer": self.optimizer,
+            f"--to {self.to}": self.to != "safetensors",
+        }
+        if excluded := next((name for name, conflict in conflicts.items() if conflict), None):
+            raise CommandError(f"{option}: cannot be combined with {excluded}; leave out one of them")
+        if adapter is not None:
+            raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
+        with blame(option):
+            if self.quantize is not None:
+                return quantized(checkpoint, self.quantize, dtype=self.dtype)
+            assert self.quantize_like is not None
+            base = open_checkpoint(model_from(self.quantize_like))
+            return quantized_like(checkpoint, base, dtype=self.dtype)
+
+
+def _dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    from converters.quantization.dequantize import dequantized
+
+    with blame("--dequantize"):
+        return dequantized(checkpoint, dtype)
+
+
+def _find_chosen_tag(checkpoint: Checkpoint, source: Place) -> str | None:
+    """Return the step or tag that was chosen below the source, or None if the source is the checkpoint."""
+    tag = checkpoint.metadata.get("tag")
+    if isinstance(tag, str):
+        return tag if tag != source.name else None
+    root = checkpoint.root
+    return root.name if root.absolute() != source.absolute() else None
+
+
+def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dict[str, str]:
+    """Return the reason for each file of the model that is not copied, keyed by file name."""
+    excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
+    return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
+
+
+def _describe_losses(plan: Plan, dtype: str) -> list[str]:
+    """Describe the values that a cast changed to infinity or zero."""
+    losses = plan.losses
+    if not losses.first:
+        return []
+    counts = {"infinite": losses.infinite, "0": losses.zero}
+    changes = " and ".join(f"{count:,} values became {value}" for value, count in counts.items() if count)
+    return [f"{changes} in --dtype {dtype}, some of them in {losses.first!r}"]
+
+
+def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
+    """Describe the files that are not copied, except weights, training state, logs, and hidden files."""
+    reported = {name: reason for name, reason in excluded.items() if reason not in _EXPECTED_REASONS}
+    if not reported or to == "gguf":
+        return []
+    hint = "; --trust-remote-code copies the code" if "custom code" in reported.values() else ""
+    return [f"not copied: {', '.join(f'{name} ({reason})' for name, reason in reported.items())}{hint}"]
+
+
+def _describe_problems(problems: Sequence[Problem]) -> list[str]:
+    """Describe the problems of an incomplete model, except for names in memory, which `--names` handles."""
+    return [
+        str(problem) if problem.repaired else f"--partial: {problem}"
+        for problem in problems
+        if problem.kind != NAMES_IN_MEMORY
+    ]
+
+
+def _describe_missing_config(plan: Plan, source: Place, out: str | Place, to: str) -> list[str]:
+    """Explain why `from_pretrained` cannot load an output without a config."""
+    if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
+        return []
+    return [
+        f"{source} holds no config.json, so from_pretrained cannot load {out}; "
+        "take it from the base model with --config-from FOLDER_OR_ID"
+    ]
+
+
+def _find_foreign_names(checkpoint: Checkpoint, plan: Plan, to: str) -> str | None:
+    """Return a warning if most tensor names do not belong to the model type in the config."""
+    from converters.names.known_words import find_foreign_name
+
+    if to not in ("safetensors", "torch") or ADAPTER_CONFIG in plan.names:
+        return None
+    config = checkpoint.read_config()
+    name = find_foreign_name(checkpoint.tensors, config)
+    if name is None:
+        return None
+    return (
+        f"{name!r} and most other tensors do not have the names of a model of type {config['model_type']!r}, "
+        "so from_pretrained cannot load them; convert them with the program that wrote them, or give the "
+        "model's own config.json with --config-from"
+    )
