@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter, find_adapter
     from converters.adapters.merging import merge
     from converters.checkpoint import Checkpoint, OptimizerState
-    from converters.convert import Conversion, convert
+    from converters.convert_checkpoint import Conversion, convert
     from converters.errors import CheckpointError
     from converters.fingerprints import fingerprint
     from converters.formats.dcp.checksums import item_checksums, write_shard_checksums

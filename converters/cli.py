@@ -22,7 +22,7 @@ from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.convert import Conversion
+    from converters.convert_checkpoint import Conversion
 
 # Commands of their own; a folder of that name is given as ./inspect.
 _LOOKING = ("inspect", "diff")
@@ -247,7 +247,8 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
-    from converters.convert import convert  # imported here, so that --help and a wrong option answer at once
+    # Imported here, so that --help and a wrong option answer at once.
+    from converters.convert_checkpoint import convert
 
     printed = {"src", "out", "json", "quiet"}
     conversion = convert(

@@ -34,26 +34,32 @@ def open_checkpoint(
     companions: Mapping[str, Place] | None = None,
     rank: tuple[int, int] | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint of any supported format.
+    """Open a checkpoint of any supported format. Only headers are read.
+
+    Example:
+        >>> from portable import open_checkpoint
+        >>> checkpoint = open_checkpoint("runs/quickstart")
+        >>> checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 2),)).shape
+        (2, 48)
 
     Args:
-        path: a run folder (its newest complete step), a step folder, a folder of shards, or one file; a local
-            path or a URL (`s3://bucket/run`), of which only the needed ranges are fetched.
-        tag: the step to open in a folder of several: its folder's name (`step-000100`) or number (`100`).
-        order: the names of the model's parameters in the order of its modules, if the caller has the model.
-            It names optimizer state that is keyed by index where the files do not record the order.
-        companions: files (name -> path) in place of those found beside the shards, such as the model's
-            `config.json`, which says how the tensors of some formats are named.
-        rank: rank and world size of this process, if each rank of a job opens the checkpoint to read its own
-            slices. The files of other ranks are then opened only when a slice needs them, so their absence
-            or damage is noticed only then.
+        path: Run folder (its newest complete step is opened), folder of a step, folder of shards, or file. A
+            local path or a URL (`s3://bucket/run`), of which only the required byte ranges are fetched.
+        tag: Step to open in a folder of several steps: a folder name (`step-000100`) or a number (`100`).
+        order: Names of the model's parameters in the order of its modules, if the caller has the model. They
+            name optimizer state that is keyed by index, if the files do not record the order.
+        companions: Paths of files, keyed by name, that replace the files beside the shards. For example the
+            `config.json` of the model, which determines the tensor names in some formats.
+        rank: Rank and world size of this process, if each rank of a job opens the checkpoint to read its own
+            slices. The files of other ranks are then only opened if a slice needs them, so missing or damaged
+            files are only noticed then.
 
     Returns:
-        A `Checkpoint`; only headers have been read.
+        The checkpoint. Tensors are read when they are used.
 
     Raises:
-        CheckpointError: missing, of no known format, damaged, or incomplete in an object store. One line
-            that names the file.
+        CheckpointError: If the checkpoint is missing, damaged, incomplete, or of an unknown format. The
+            message is one line that names the file.
     """
     root = place(path)
     if not root.exists():

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
 
-    from portable.api import Result, train
+    from converters import Checkpoint, CheckpointError, Conversion, convert, open_checkpoint, write_checkpoint
+    from portable.api import Result, plan, train
     from portable.command_line import load_config
     from portable.config import RunConfig
     from portable.errors import RunError, UserError
@@ -24,21 +25,30 @@ if TYPE_CHECKING:
     from portable.loop import Callback
     from portable.model.training_loss import Loss, Outputs
     from portable.optim.user_optimizer import MakesOptimizer
+    from portable.planner.tables import Plan
     from portable.run.callbacks import Run
 
 __all__ = [
     "Callback",
+    "Checkpoint",
+    "CheckpointError",
+    "Conversion",
     "Loss",
     "MakesOptimizer",
     "Metric",
     "Outputs",
+    "Plan",
     "Result",
     "Run",
     "RunConfig",
     "RunError",
     "UserError",
+    "convert",
     "load_config",
+    "open_checkpoint",
+    "plan",
     "train",
+    "write_checkpoint",
 ]
 
 # torch would load the package of every installed device, which takes seconds, in each process that imports

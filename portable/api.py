@@ -1,4 +1,4 @@
-"""Training from Python: a script or a notebook in place of a command line."""
+"""Python API: training and planning from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from portable.reporting.metrics import read_metrics
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from portable.config import RunConfig
+    from portable.planner.tables import Plan
 
 
 @dataclass(frozen=True)
@@ -111,28 +112,42 @@ def train(
     schedule: Any = None,
     optimizer: Any = None,
 ) -> Result:
-    """Train ``config``, or resume its run, as ``portable-train`` does.
+    """Train a model, or resume the run in ``config.output_dir``, as ``portable-train`` does.
 
-    Objects stand for the settings of the same name. They are functions or classes, partials of these with
-    arguments of plain values, or objects of dataclasses with such fields. Ranks that are started make their
-    own: by import, or, for what this script or notebook defines, from its source text with all that it uses.
-    A single rank is this process, and uses the objects themselves.
+    Objects replace the settings of the same name. An object is a function, a class, a partial of these with
+    plain values as arguments, or an instance of a dataclass with such fields. If several ranks are started,
+    each of them creates its own objects: by import, or from the source text if the script or notebook itself
+    defines them. With a single rank, training runs in this process and uses the objects themselves.
+
+    Example:
+        >>> from portable import load_config, train
+        >>> config = load_config("run.yaml", {"train.steps": 4})
+        >>> result = train(config)
+        >>> [row["step"] for row in result.metrics if "loss" in row]
+        [1, 2, 3, 4]
+        >>> result.final.name
+        'final'
 
     Args:
-        config: from :func:`portable.load_config`.
-        nproc: processes to start; by default one a GPU, and on CPU this one alone. XLA runs in this process.
-        loss: in place of ``train.loss``.
-        metrics: besides ``train.metrics``.
-        callbacks: besides ``train.callbacks``.
-        data: in place of ``data.source``: a function or class that gives records, or a list of records.
-        model: in place of ``model.function``.
-        schedule: in place of ``train.schedule``: what to multiply the rate by, of step and total steps.
-        optimizer: in place of ``train.optimizer``: a class of optimizers, a partial of one, or a function
-            that makes one.
+        config: Config of the run, from :func:`portable.load_config`.
+        nproc: Number of processes to start. Default: one for each GPU, or only this process on a CPU. XLA
+            always runs in this process.
+        loss: Replaces ``train.loss``.
+        metrics: Metrics in addition to ``train.metrics``.
+        callbacks: Callbacks in addition to ``train.callbacks``.
+        data: Replaces ``data.source``: a function or class that returns records, or a list of records.
+        model: Replaces ``model.function``.
+        schedule: Replaces ``train.schedule``: a function of the step and the number of steps that returns the
+            factor of the learning rate.
+        optimizer: Replaces ``train.optimizer``: an optimizer class, a partial of one, or a function that
+            creates one.
+
+    Returns:
+        The folder of the run, its metrics, and whether a signal stopped it early.
 
     Raises:
-        UserError: for refused input; nothing was done.
-        RunError: if the run failed.
+        UserError: If the config or an object is not valid. Nothing was trained.
+        RunError: If the run failed.
     """
     from portable.cli import run
 
@@ -153,3 +168,52 @@ def train(
     if code not in (EXIT_DONE, EXIT_STOPPED):
         raise RunError(f"{config.output_dir}: the run ended with exit code {code}")
     return Result(place_of("output_dir", config.output_dir), stopped=code == EXIT_STOPPED)
+
+
+def plan(
+    config: RunConfig,
+    *,
+    device: str | None = None,
+    devices: int = 1,
+    device_memory: str | None = None,
+    host_memory: str | None = None,
+    price_per_hour: float | None = None,
+) -> Plan:
+    """Compute what a run needs before a machine is rented, as ``portable-plan`` does. Loads no weights.
+
+    Example:
+        >>> from portable import load_config, plan
+        >>> run_plan = plan(load_config("run.yaml"), device="h100", devices=2)
+        >>> run_plan.best.fits
+        True
+
+    Args:
+        config: Config of the run, from :func:`portable.load_config`.
+        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. None for the devices
+            of this machine.
+        devices: Number of devices.
+        device_memory: Memory of a device, for example ``80GB``, instead of ``device`` or to override it.
+        host_memory: Memory of a node, for example ``512GB``. It limits offloading.
+        price_per_hour: Price of one device for an hour. Requires ``device``.
+
+    Returns:
+        The plan. ``print(plan)`` shows it as ``portable-plan`` does, ``plan.best`` is the recommended option
+        (None if nothing fits), ``plan.options`` are all options with their bytes, and ``plan.to_dict()`` is
+        the plan as plain values.
+
+    Raises:
+        UserError: If the config is not valid, the device is unknown, or a size cannot be read.
+    """
+    from portable.checks import check
+    from portable.errors import require
+    from portable.planner.build_plan import build_plan, find_target
+
+    check(config)
+    require(price_per_hour is None or device is not None, "price_per_hour: requires device; set both")
+    config, target = find_target(
+        config, device=device, devices=devices, device_memory=device_memory, host_memory=host_memory
+    )
+    prices = None
+    if price_per_hour is not None and target.device is not None:
+        prices = {target.device.name: price_per_hour}
+    return build_plan(config, target, prices)

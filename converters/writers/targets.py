@@ -73,6 +73,13 @@ def write_checkpoint(
 ) -> Plan:
     """Write a checkpoint in another format, as `portable-convert` does.
 
+    Example:
+        >>> from portable import open_checkpoint, write_checkpoint
+        >>> checkpoint = open_checkpoint("runs/quickstart")
+        >>> plan = write_checkpoint(checkpoint, "dcp", "dcp", optimizer=True)
+        >>> len(plan.files)
+        1
+
     Args:
         checkpoint: Checkpoint to write.
         out: Path or URL of the output.

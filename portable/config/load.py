@@ -28,13 +28,23 @@ def load_config(
 ) -> RunConfig:
     """Build the config of a run.
 
+    Example:
+        >>> from portable import load_config
+        >>> config = load_config("run.yaml", {"train.learning_rate": 1e-4})
+        >>> config.train.learning_rate
+        0.0001
+
     Args:
         source: A YAML file or a nested mapping, or several, merged in order. None for the quickstart.
         overrides: A mapping from dotted keys to values, or flags as on the command line
             (``["--train.steps", "20"]``). They override ``source``.
 
+    Returns:
+        The config. Settings have the same names as in YAML, for example ``config.train.learning_rate``.
+
     Raises:
-        UserError: One line with the key, its origin and the allowed values.
+        UserError: If a setting is not valid. The message is one line with the key, its origin and the allowed
+            values.
     """
     if isinstance(overrides, Mapping):
         assignments = [Assignment(tuple(key.split(".")), value, None) for key, value in overrides.items()]

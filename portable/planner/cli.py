@@ -21,11 +21,12 @@ from portable.errors import UserError, report, require
 from portable.formatting import table
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
+from portable.planner.build_plan import build_plan, find_target
 from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded
 from portable.planner.memory_model import Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.preparation import build_meta_model, choose_target, settle
-from portable.planner.tables import Plan, as_json, as_text, next_reductions
+from portable.planner.preparation import build_meta_model, settle
+from portable.planner.tables import as_json, as_text, next_reductions
 from portable.registry import CompileTarget, backend_package
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from portable.planner.compiled_graph import Compiled
     from portable.planner.hours import Work
     from portable.planner.meta_model import MetaModel
-    from portable.planner.plan import Option as Planned
 
 USAGE = f"""\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N]
@@ -109,23 +109,9 @@ def run(argv: Sequence[str]) -> int:
     prices = prices_of(given.get("price_per_hour"), given.get("device"))
     if "budget" in given:
         return _by_cost(config, given, prices)
-    config, target = _choose_target(config, given)
-    config = settle(config)
-    model, work = build_meta_model(config)
-    planner = Planner(config, model, target)
-    price = None if target.device is None else prices.get(target.device.name)
-    require(
-        price is not None or not prices,
-        "--price-per-hour: has no price of the device that is planned for; name both: --device h100 "
-        "--price-per-hour h100=2.50",
-    )
-    found = planner.options()
-    best = planner.best(found)
-    searching = target.device is not None and not _fits_as_it_is(best)
-    adapter = _with_adapter(planner) if searching else None
-    shared = _with_shared_sequences(planner) if searching else None
-    plan = Plan(planner, found, best, adapter, shared, work, price)
-    compiled = _compiled(planner, given)
+    config, target = _find_target(config, given)
+    plan = build_plan(config, target, prices)
+    compiled = _compiled(plan.planner, given)
     if given.get("json"):
         answer = as_json(plan)
         if compiled is not None:
@@ -168,7 +154,7 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
     for name, price in prices.items():
         for count in _COUNTS:
             try:
-                here, target = _choose_target(config, {"device": name, "devices": count}, notes=False)
+                here, target = _find_target(config, {"device": name, "devices": count}, notes=False)
             except UserError:  # the batch cannot be divided so, or the config names another backend
                 continue
             if target.backend not in models:
@@ -199,48 +185,6 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
         )
     say(table(shown))
     return 0
-
-
-def _fits_as_it_is(best: Planned | None) -> bool:
-    return best is not None and not best.setting.offloaded
-
-
-def _with_adapter(planner: Planner) -> Planned | None:
-    """What training an adapter instead of all weights takes; None if that does not fit or is not possible."""
-    if planner.config.adapter.type is not None:
-        return None
-    return _with(planner, {"adapter.type": "lora"})
-
-
-def _with_shared_sequences(planner: Planner) -> Planned | None:
-    """What the smallest ``context_parallel_size`` takes with which a sequence fits; None if there is none."""
-    devices, own = planner.target.cluster.devices, planner.config.context_parallel_size
-    for size in range(own + 1, devices + 1):
-        shared = {"context_parallel_size": size}
-        best = None if devices % size else _with(planner, shared, planner.meta_model)
-        if best is not None:
-            return best
-    return None
-
-
-def _with(planner: Planner, changed: dict[str, Any], model: MetaModel | None = None) -> Planned | None:
-    """What fits with other settings, without offloading; None if nothing does, or they are refused.
-
-    Args:
-        model: where they leave it as it is.
-    """
-    try:
-        config = planner.config.replaced(changed)
-        check(config)
-        if model is None:
-            model = build_meta_model(config)[0]
-        else:
-            model.check_sharing(config)
-        instead = Planner(config, model, planner.target)
-        best = instead.best(instead.options(offloading=False))
-    except UserError:  # of the model, or beside another setting
-        return None
-    return best if _fits_as_it_is(best) else None
 
 
 def _check_compile_options(given: dict[str, Any]) -> None:
@@ -275,22 +219,10 @@ def _compiled(
     return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)
 
 
-def _choose_target(
-    config: RunConfig, given: dict[str, Any], *, notes: bool = True
-) -> tuple[RunConfig, Target]:
-    """Read the options that describe the devices, and choose the target. Returns as :func:`choose_target`."""
-    sizes = {
-        name: None if (text := given.get(name)) is None else devices.parse_bytes(text, flag)
-        for name, flag in (("device_memory", "--device-memory"), ("host_memory", "--host-memory"))
-    }
-    memory, device = sizes["device_memory"], None
-    if "device" in given:
-        device = devices.named(given["device"])
-    elif memory is not None:
-        device = devices.unnamed(config.backend)
-    if device is not None and memory is not None:
-        device = device.with_memory(memory)
-    return choose_target(config, device, given.get("devices", 1), sizes["host_memory"], notes=notes)
+def _find_target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> tuple[RunConfig, Target]:
+    """Choose the target that the options describe, see :func:`find_target`."""
+    names = ("device", "devices", "device_memory", "host_memory")
+    return find_target(config, **{name: given[name] for name in names if name in given}, notes=notes)
 
 
 if __name__ == "__main__":

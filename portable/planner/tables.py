@@ -44,6 +44,13 @@ class Plan:
     work: Work | None = None
     price: float | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values for programs. Sizes are in bytes."""
+        return as_json(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
     @cached_property
     def hours(self) -> Hours | None:
         """How long the run takes under the recommended option, as far as that is known."""

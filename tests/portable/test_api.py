@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import portable
 from portable import Result, train
+from portable.config.yaml_writer import dump_yaml
 from portable.loop import StepResult, train_step
 from tests.runs import configured
 from tests.zygote import Zygote
@@ -47,6 +50,21 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
     assert first.stopped and first.final is None
     assert first.checkpoint is not None and first.checkpoint.name == "step-000003"
     assert not train(configured(tmp_path / "run", corpus)).stopped
+
+
+def test_examples_in_docstrings_of_the_public_functions(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with a ``run.yaml``, in the order in which a user would call the functions."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(dump_yaml(configured(Path("runs/quickstart"), corpus)))
+    finder = doctest.DocTestFinder(recurse=False)
+    names = ("load_config", "plan", "train", "open_checkpoint", "write_checkpoint", "convert")
+    assert {name for name in portable.__all__ if name.islower()} == set(names)
+    for name in names:
+        (example,) = finder.find(getattr(portable, name), name, globs={})
+        assert example.examples, f"the docstring of {name} has no example"
+        assert doctest.DocTestRunner().run(example).failed == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,131 @@
+"""Plan of a run on given devices: the function behind ``portable-plan`` and :func:`portable.plan`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portable.checks import check
+from portable.errors import UserError, require
+from portable.planner import device_lookup
+from portable.planner.plan import Planner
+from portable.planner.preparation import build_meta_model, choose_target, settle
+from portable.planner.tables import Plan
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from portable.planner.meta_model import MetaModel
+    from portable.planner.plan import Option, Target
+
+
+def find_target(
+    config: RunConfig,
+    *,
+    device: str | None = None,
+    devices: int = 1,
+    device_memory: str | None = None,
+    host_memory: str | None = None,
+    notes: bool = True,
+) -> tuple[RunConfig, Target]:
+    """Choose the target that the options describe.
+
+    Args:
+        config: Config of the run.
+        device: Name of the accelerator, for example ``h100``. None for the devices of this machine.
+        devices: Number of devices.
+        device_memory: Memory of a device, for example ``80GB``. None for the memory of the named device.
+        host_memory: Memory of a node, for example ``512GB``. None if it is unknown.
+        notes: Whether to print notes, for example about a backend that was chosen.
+
+    Returns:
+        The config with the backend of the target, and the target.
+
+    Raises:
+        UserError: If the device is unknown, a size is not valid, or the config names another backend.
+    """
+    memory = None if device_memory is None else device_lookup.parse_bytes(device_memory, "--device-memory")
+    host = None if host_memory is None else device_lookup.parse_bytes(host_memory, "--host-memory")
+    target_device = None
+    if device is not None:
+        target_device = device_lookup.named(device)
+    elif memory is not None:
+        target_device = device_lookup.unnamed(config.backend)
+    if target_device is not None and memory is not None:
+        target_device = target_device.with_memory(memory)
+    return choose_target(config, target_device, devices, host, notes=notes)
+
+
+def build_plan(config: RunConfig, target: Target, prices: dict[str, float] | None = None) -> Plan:
+    """Compute what a run needs on a target under each strategy, and recommend one of them.
+
+    Args:
+        config: Config of the run, checked, with the backend of the target.
+        target: Devices to plan for.
+        prices: Price of a device for an hour, keyed by the name of the device.
+
+    Returns:
+        The plan. Its ``best`` option is None if no option fits, or if the memory of the devices is unknown.
+
+    Raises:
+        UserError: If the config is not possible on the target, or if ``prices`` lacks the device.
+    """
+    config = settle(config)
+    model, work = build_meta_model(config)
+    planner = Planner(config, model, target)
+    price = None if target.device is None or prices is None else prices.get(target.device.name)
+    require(
+        price is not None or not prices,
+        "--price-per-hour: has no price of the device that is planned for; name both: --device h100 "
+        "--price-per-hour h100=2.50",
+    )
+    options = planner.options()
+    best = planner.best(options)
+    searches = target.device is not None and not _fits_without_offloading(best)
+    adapter = _find_option_with_adapter(planner) if searches else None
+    shared = _find_option_with_shared_sequences(planner) if searches else None
+    return Plan(planner, options, best, adapter, shared, work, price)
+
+
+def _fits_without_offloading(option: Option | None) -> bool:
+    return option is not None and not option.setting.offloaded
+
+
+def _find_option_with_adapter(planner: Planner) -> Option | None:
+    """Find an option that trains an adapter instead of all weights. None if it does not fit or is refused."""
+    if planner.config.adapter.type is not None:
+        return None
+    return _find_option_with(planner, {"adapter.type": "lora"})
+
+
+def _find_option_with_shared_sequences(planner: Planner) -> Option | None:
+    """Find the smallest ``context_parallel_size`` with which a sequence fits. None if there is none."""
+    devices = planner.target.cluster.devices
+    for size in range(planner.config.context_parallel_size + 1, devices + 1):
+        if devices % size == 0:
+            option = _find_option_with(planner, {"context_parallel_size": size}, planner.meta_model)
+            if option is not None:
+                return option
+    return None
+
+
+def _find_option_with(
+    planner: Planner, settings: dict[str, Any], model: MetaModel | None = None
+) -> Option | None:
+    """Find an option that fits with other settings. None if no option fits, or if the settings are refused.
+
+    Args:
+        planner: Planner of the config as it is.
+        settings: Settings to change, keyed by their names.
+        model: The model, if the settings do not change it.
+    """
+    try:
+        config = planner.config.replaced(settings)
+        check(config)
+        if model is None:
+            model = build_meta_model(config)[0]
+        else:
+            model.check_sharing(config)
+        changed_planner = Planner(config, model, planner.target)
+        best = changed_planner.best(changed_planner.options(offloading=False))
+    except UserError:  # of the model, or of the combination with another setting
+        return None
+    return best if _fits_without_offloading(best) else None
