@@ -1,7 +1,8 @@
 """Suggestions for unknown keys and words, also for names of other programs.
 
 The names of other programs are in the tables of the importer, which are large and which this package does not
-import. ``portable/__init__.py`` registers a function that loads the names when an error message needs them.
+import. :mod:`portable.command_line` registers a function that loads the names when an error message needs
+them.
 """
 
 from __future__ import annotations
