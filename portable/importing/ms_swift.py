@@ -99,11 +99,6 @@ def read_deepspeed(value: Any, _: ForeignFile) -> dict[str, Any]:
     return settings
 
 
-def read_betas(_: Any, file: ForeignFile) -> list[Any]:
-    """Return both betas of Adam. Either of them may have its default."""
-    return [file.get("adam_beta1", 0.9), file.get("adam_beta2", 0.95)]
-
-
 KEYS: ForeignKeys = {
     # Model and adapter
     "model": Setting("model.name_or_path"),
@@ -161,7 +156,12 @@ KEYS: ForeignKeys = {
     "max_epochs": Setting("train.epochs"),
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2"),
-        Setting("train.betas", read_betas, reads_every_value=True, hint="set train.betas, a list of both"),
+        Setting(
+            "train.betas",
+            trl.read_betas(0.95),
+            reads_every_value=True,
+            hint="set train.betas, a list of both",
+        ),
     ),
     **dict.fromkeys(("optimizer", "callbacks", "external_plugins"), Refused(CUSTOM_CODE)),
     "custom_register_path": Refused(CUSTOM_CODE),
