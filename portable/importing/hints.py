@@ -25,6 +25,6 @@ FOREIGN_NAMES = ForeignNames(
         **{name: key.remedy for name, key in programs.TRAINER_KEYS.items() if "." not in name},
         **{name: key.remedy for name, key in accelerate.OUR_OLD_SETTINGS.items()},
     },
-    words=WORDS,
+    words={key: {word: str(meaning) for word, meaning in words.items()} for key, words in WORDS.items()},
     find_program=_find_program,
 )
