@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.model.groups import groups_of
 from portable.optim import adafactor
 from portable.optim.average import AVERAGE
 from portable.optim.muon import blend_momentum, orthogonalized, rate_factor
 from portable.optim.optimizers import muon, parameter_groups, rate_of
+from portable.optim.stored_state import check_entry
 from tpu.xla.layout import Spec, marked
 
 if TYPE_CHECKING:
@@ -366,9 +366,10 @@ class Optimizer:
                     if value is None and key == AVERAGE:
                         continue  # it begins here
                     shape = tuple(tensor.shape)[name in self._held.stacks :]
-                    if not isinstance(value, StoredTensor) or value.shape != shape:
-                        raise CheckpointError(f"{key} of {one} is missing, or not of shape {list(shape)}")
-                    sources.setdefault(key, {})[one] = value
+                    source = value if isinstance(value, StoredTensor) else None
+                    check_entry(source, shape, f"{key} of {one}")
+                    assert source is not None
+                    sources.setdefault(key, {})[one] = source
             for key, found in sources.items():
                 self._held.fill(name, self._state[name][key], self._places[name][key][1], found)
         self._steps = self._layout.whole(steps)
