@@ -76,7 +76,8 @@ def refuse_unknown(file: ForeignFile, value: Any) -> None:
         NoCounterpart: If the key may mean something.
     """
     section = ".".join((*file.path[:-1], ""))
-    names = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
+    inside = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
+    names = dict.fromkeys([*inside, *(name.partition(".")[0] for name in inside)])
     near = next(iter(find_similar(file.path[-1], names)), None)
     if value is None or (is_off(truth(value)) and not near):
         return
