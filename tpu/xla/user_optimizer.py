@@ -180,6 +180,7 @@ class OwnOnXla:
                     continue
                 shape = tuple(getattr(value, "shape", ()))[name in self._held.stacks :]
                 check_entry(first, shape, f"{key} of {name}")
+                assert first is not None
                 if shape:
                     self._held.fill(name, value, self._spec(name, value), found)  # type: ignore[arg-type]
                     continue
