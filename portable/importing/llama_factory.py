@@ -147,7 +147,7 @@ def finish(file: ForeignFile, devices: int) -> None:
         file: A file whose keys have been converted.
         devices: Number of devices that a batch is spread over.
     """
-    if file.result.values.get("adapter.type") is not None:
-        alpha = 2 * file.result.values.get("adapter.r", 8)
-        file.put_default("adapter.alpha", alpha, "default of LLaMA-Factory")
+    rank = file.result.values.get("adapter.r", DEFAULTS["adapter.r"])
+    if file.result.values.get("adapter.type") is not None and isinstance(rank, int):
+        file.put_default("adapter.alpha", 2 * rank, "default of LLaMA-Factory")
     finish_run(file, devices)
