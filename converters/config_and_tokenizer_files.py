@@ -17,7 +17,7 @@ from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
 from converters.names.earlier_keys import add_earlier_keys
 from converters.names.model_config import override_settings
-from converters.storage.path_or_url import place
+from converters.storage.path_or_url import file_size, make_absolute, place
 from converters.storage.places import inside
 from converters.storage.safe_open import LinkError, read_small, read_small_table, read_small_text
 from converters.storage.store_errors import AccessDeniedError
@@ -234,7 +234,7 @@ def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
                 reason, limit = None, MAX_TOKENIZER_FILE
             elif reason == _WEIGHTS and _TORCH_FILE.fullmatch(name) and not _OWN_WEIGHTS.fullmatch(name):
                 reason = OTHER_WEIGHTS
-            if reason is None and entry.stat().st_size > limit:
+            if reason is None and file_size(entry) > limit:
                 reason = f"larger than {limit >> 20} MiB"
             if reason is None and len(companions) >= _MAX_SMALL_FILES:
                 reason = f"more than {_MAX_SMALL_FILES} files"
@@ -289,7 +289,7 @@ def find_beside(root: Place, name: str) -> Place | None:
 
 def _list_folders(root: Place) -> list[Place]:
     """Return the folder of a checkpoint, and the parent folders that may contain its companions."""
-    folder = _get_folder(root).absolute()
+    folder = make_absolute(_get_folder(root))
     folders = [folder, folder.parent]
     if folder.parent.name == _RUN_CHECKPOINTS:
         folders.append(folder.parent.parent)
@@ -452,7 +452,7 @@ def _is_usable(path: Place, name: str) -> bool:
         CheckpointError: If a `config.json` is damaged.
     """
     try:
-        if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_FILE:
+        if not path.is_file() or file_size(path) > MAX_TOKENIZER_FILE:
             return False
     except OSError:
         return False

@@ -22,7 +22,7 @@ from converters.errors import CommandError, blame
 from converters.integrity import NAMES_IN_MEMORY, check_complete
 from converters.opening import open_checkpoint
 from converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
-from converters.storage.path_or_url import place, suggest_path
+from converters.storage.path_or_url import make_absolute, place, resolve_links, suggest_path
 from converters.writers.conversion import Choices, carry_out, check_expansion
 from converters.writers.draft import check_output
 from converters.writers.targets import is_single, planner
@@ -330,9 +330,9 @@ class _Request:
 
         if self.optimizer:
             raise CommandError("--optimizer: a merged model has no optimizer state; leave it out")
-        contains_base = base_path.exists() and base_path.resolve() in (
-            checkpoint.root.resolve(),
-            place(self.source).resolve(),
+        contains_base = base_path.exists() and resolve_links(base_path) in (
+            resolve_links(checkpoint.root),
+            resolve_links(place(self.source)),
         )
         if contains_base:
             stored = adapter.base_inside().with_companions(self.given_companions or {})
@@ -414,7 +414,7 @@ def _find_chosen_tag(checkpoint: Checkpoint, source: Place) -> str | None:
     if isinstance(tag, str):
         return tag if tag != source.name else None
     root = checkpoint.root
-    return root.name if root.absolute() != source.absolute() else None
+    return root.name if make_absolute(root) != make_absolute(source) else None
 
 
 def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dict[str, str]:

@@ -56,7 +56,7 @@ class Result:
         path = self.folder / REPORT_FILE
         if not path.exists():
             return None
-        page = html.escape(path.read_text("utf-8"))
+        page = html.escape(path.read_bytes().decode())
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 

@@ -22,6 +22,7 @@ from converters.formats.safetensors import read_file
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
 from converters.storage.bytes import Memory, read_json
 from converters.storage.folder import Folder
+from converters.storage.path_or_url import make_absolute
 from converters.storage.places import map_ahead, names_in
 from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor, View, is_shape
@@ -120,7 +121,7 @@ def _offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:
 
 def _check_consolidated(path: Place, stored: dict[str, Tensor]) -> None:
     """Compare the shapes with those of the consolidated files above, where there are any."""
-    above = path.absolute().parent
+    above = make_absolute(path).parent
     if path.name != _FOLDER or not (above / INDEX).is_file():
         return
     whole = read_index(Folder(above), INDEX, lambda file: read_file(file)[0])

@@ -62,13 +62,16 @@ class Folder:
             from converters.storage.range_reader import RemoteFile
 
             remote = self.path / name
-            return RemoteFile(name, remote, _size(remote))
+            try:
+                return RemoteFile(name, remote, remote.file_size())
+            except OSError as error:
+                raise CheckpointError(f"{remote}: {error.strerror or error}") from None
         path = self.path / name
         real = real_path(path, self.path)
         return _LocalFile(name, path, real, _size(path), self._opened)
 
 
-def _size(path: Place) -> int:
+def _size(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:

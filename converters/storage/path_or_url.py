@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from converters.storage.object_store import RemotePath
 
-    # Both have the same methods for reading: exists, is_file, is_dir, iterdir, stat, read_text, `/` ...
+    # Both have exists, is_file, is_dir, iterdir, read_bytes, name, parent and `/`.
     Place = Union[Path, RemotePath]  # noqa: UP007
 
 _URL = re.compile(r"(?!file:|local:)[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
@@ -60,6 +60,33 @@ def place(named: str | Place) -> Place:
         url = redact(f"{scheme}://{rest.lstrip('/')}")
         raise RemoteError(f"{url}: given without its two slashes; write the URL like this")
     return Path(named)
+
+
+def make_absolute(path: Place) -> Place:
+    """Return the path from the root of the disk, with its links. A URL does not change."""
+    return path if in_store(path) else path.absolute()
+
+
+def resolve_links(path: Place) -> Place:
+    """Return the path from the root of the disk, without links. A URL does not change."""
+    return path if in_store(path) else path.resolve()
+
+
+def is_within(path: Place, folder: Place) -> bool:
+    """Return whether a path is a folder or below the folder, by their names."""
+    if in_store(path) and in_store(folder):
+        is_below = folder.key in ("", path.key) or path.key.startswith(f"{folder.key}/")
+        return path.bucket == folder.bucket and is_below
+    return not in_store(path) and not in_store(folder) and path.is_relative_to(folder)
+
+
+def file_size(path: Place) -> int:
+    """Return the size of a file in bytes.
+
+    Raises:
+        OSError: If there is no such file.
+    """
+    return path.file_size() if in_store(path) else path.stat().st_size
 
 
 _MOST_NAMES = 10_000

@@ -206,7 +206,7 @@ def unused_name(path: P) -> P:
     found, number = path, 1
     while is_taken(found):
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
+        found = path.parent / f"{path.name}-{number}"
     return found
 
 
@@ -230,7 +230,7 @@ def is_left_over(folder: Place) -> bool:
 def set_aside(folder: P) -> P:
     """Mark a damaged folder, which stays but no longer counts; where it is now, or the mark."""
     if not in_store(folder):
-        return move_folder(folder, unused_name(folder.with_name(f"{folder.name}.damaged")))
+        return move_folder(folder, unused_name(folder.parent / f"{folder.name}.damaged"))
     aside = folder / DAMAGED
     aside.write_bytes(b"")
     begin(folder)

@@ -124,7 +124,7 @@ def read_small(path: Place, within: Place | None = None, *, limit: int = SMALL, 
         OSError: missing, not a regular file, or too large.
     """
     if in_store(path):
-        size = path.stat().st_size
+        size = path.file_size()
         if size > limit and not head:
             raise OSError(errno.EFBIG, "is too large", str(path))
         return path.read_range(0, limit) if size > limit else path.read_bytes()

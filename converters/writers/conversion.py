@@ -27,7 +27,7 @@ from converters.names.code_names import find_quantized_modules
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.output_file import FLUSH_BYTES
-from converters.storage.path_or_url import in_store
+from converters.storage.path_or_url import in_store, resolve_links
 from converters.storage.places import files_below, side_by_side
 from converters.storage.safe_open import open_regular
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
@@ -413,7 +413,7 @@ def _carry_out_in_group(
         if created:
             draft = created[0]
         else:
-            draft = stack.enter_context(join_output(out.resolve(), answers[0][1]))
+            draft = stack.enter_context(join_output(resolve_links(out), answers[0][1]))
         own_files = deal_files(plan.files, group.size)[group.number]
         own_bytes = sum(file.nbytes for file in own_files)
         update = stack.enter_context(_open_progress_bar(own_bytes, out, options))

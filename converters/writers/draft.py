@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.config_and_tokenizer_files import list_companion_names
 from converters.errors import CommandError
 from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
-from converters.storage.path_or_url import in_store
+from converters.storage.path_or_url import in_store, is_within, resolve_links
 from converters.storage.places import copy_file, sync
 from converters.writers.replace_folder import (
     check_replaceable,
@@ -53,16 +53,16 @@ def check_output(
     Raises:
         CheckpointError: If writing the output could destroy files.
     """
-    target: Place = out.resolve()
+    target = resolve_links(out)
     if not in_store(target):
         recover(target)
     for source in sources:
-        origin = source.resolve()
+        origin = resolve_links(source)
         if target == origin:
             raise CommandError(f"{out}: is the checkpoint itself; give another output folder")
-        if _is_within(target, origin):
+        if is_within(target, origin):
             raise CommandError(f"{out}: lies inside {source}; give an output folder outside it")
-        if _is_within(origin, target):
+        if is_within(origin, target):
             raise CommandError(f"{out}: contains {source}; give another output folder")
     if single:
         if not in_store(out) and out.is_symlink():
@@ -95,10 +95,6 @@ def _check_folder(out: Path, overwrite: bool, companions: Collection[str]) -> No
     if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
         raise CommandError(f"{out}: contains the current or the home folder and will not be replaced")
     check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()}, companions)
-
-
-def _is_within(path: Place, folder: Place) -> bool:
-    return type(path) is type(folder) and path.is_relative_to(folder)  # type: ignore[arg-type]
 
 
 class FolderOutput:
@@ -244,7 +240,7 @@ def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUpload
         finally:
             uploads.discard()
         return
-    folder = target.with_name(name)
+    folder = target.parent / name
     try:
         yield FolderOutput(folder)
     except OSError as error:

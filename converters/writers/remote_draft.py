@@ -236,7 +236,7 @@ class UploadedFile:
         self._writer = self._call(lambda obs, store: obs.open_writer(store, path.key, **options))
 
     def _call(self, call: Callable[[Any, Any], Any]) -> Any:
-        return self.path.call("upload", call, again=False)
+        return self.path.call("upload", call)
 
     def write(self, data: memoryview | bytes | bytearray) -> None:
         """Append `data`, which is copied: the writer would keep the buffer itself."""

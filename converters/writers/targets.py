@@ -48,7 +48,7 @@ def planner(to: str) -> Callable[[Checkpoint, Choices], Plan]:
 
 def is_single(to: str, out: Place) -> bool:
     """Return whether the output is a single file instead of a folder."""
-    return to == "gguf" and out.suffix == ".gguf"
+    return to == "gguf" and out.name.endswith(".gguf")
 
 
 class WriterOptions(Options, total=False):

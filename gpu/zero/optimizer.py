@@ -13,6 +13,7 @@ from portable.errors import UserError, one_line, require
 from portable.optim import user_optimizer
 from portable.optim.average import keep_average
 from portable.optim.optimizers import build_optimizer, parameter_groups
+from portable.optim.stored_state import restore_groups
 from portable.plugins import names_code
 from portable.terminal import native_stdout_closed
 
@@ -86,7 +87,7 @@ def begin_again(optimizer: Any, train: TrainConfig, stored: OptimizerState | Non
     """Restore what groups have of a user's optimizer; returns the types of its state, if they matter."""
     if not names_code(train.optimizer):
         return {}
-    user_optimizer.restore_groups(optimizer.param_groups, stored)
+    restore_groups(optimizer.param_groups, stored)
     on_device = {"fused", "capturable"} & {name for name, value in optimizer.defaults.items() if value}
     found = user_optimizer.samples(train)
     return {k: v for k, v in found.items() if not (on_device and getattr(v, "shape", None) == ())}

@@ -21,7 +21,7 @@ from gpu.zero import private_api
 from portable.model.tensors import fill
 from portable.optim.average import exchange
 from portable.optim.muon import Matrix, spread
-from portable.optim.user_optimizer import number_like
+from portable.optim.stored_state import number_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

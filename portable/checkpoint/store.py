@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from converters import manifest_entries, manifest_text
 from converters.manifest import MANIFEST
+from converters.storage.path_or_url import is_within, resolve_links
 from converters.storage.places import (
     PARTIAL,
     P,
@@ -471,7 +472,7 @@ def _publish(save: _Save[P], entries: Entries) -> None:
 def _move_other_folder_away(final: P) -> None:
     """Rename a file or folder that has the checkpoint's name but is not a checkpoint."""
     if is_taken(final) and not (final / STATE_FILE).is_file() and not is_unfinished(final):
-        new_path = move_folder(final, unused_name(final.with_name(f"{final.name}.kept")))
+        new_path = move_folder(final, unused_name(final.parent / f"{final.name}.kept"))
         tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {new_path}")
 
 
@@ -541,9 +542,9 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
             raise UserError(
                 f"checkpoint.resume: {name} does not exist; use auto, never or the path of a checkpoint"
             )
-    if latest is None or path.resolve() == latest.resolve():
+    if latest is None or resolve_links(path) == resolve_links(latest):
         return path
-    if path.resolve().is_relative_to(checkpoints.path.resolve()):
+    if is_within(resolve_links(path), resolve_links(checkpoints.path)):
         raise UserError(
             f"checkpoint.resume: {latest} is newer than {path} in the same run; "
             "choose another output_dir to resume from the older one"

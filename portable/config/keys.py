@@ -6,7 +6,6 @@ through the fields of the schema.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -75,7 +74,14 @@ class Setting:
     @property
     def is_text(self) -> bool:
         """Whether the value, or each item of the value, is text or a word, so that 123 is text."""
-        return re.search(r"\b(number|integer|true)\b", self.allowed) is None
+        kinds = [kind for kind, _ in _iter_alternatives(self.field.annotation)]
+        items = [kind for kind in kinds if get_origin(kind) is tuple]
+        kinds += [kind for item in items for inner in get_args(item) for kind, _ in _iter_alternatives(inner)]
+        return not any(
+            kind in (bool, int, float)
+            or (get_origin(kind) is Literal and any(word is True for word in get_args(kind)))
+            for kind in kinds
+        )
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -1,14 +1,15 @@
 """Suggestions for unknown keys and words, also for names of other programs.
 
 The names of other programs are in the tables of the importer, which are large and which this package does not
-import. ``portable/__init__.py`` registers a function that loads the names when an error message needs them.
+import. :mod:`portable.command_line` registers a function that loads the names when an error message needs
+them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from converters.similar_names import suggest_name
 
@@ -20,19 +21,30 @@ def _find_no_program(values: Mapping[str, object]) -> str:
     return ""
 
 
+class ForeignName(NamedTuple):
+    """The meaning of a name of another program, or of an earlier release of this program.
+
+    Attributes:
+        setting: Our setting; empty if the name has none.
+        advice: What to do instead; empty if the setting is enough.
+    """
+
+    setting: str = ""
+    advice: str = ""
+
+
 @dataclass(frozen=True)
 class ForeignNames:
     """Names of other programs, and names of earlier releases of this program.
 
     Attributes:
-        keys: Our setting, or a sentence with a remedy, by the name of a setting. A name that ends with
-            a star is the beginning of several names.
+        keys: Meaning of a name of a setting. A name that ends with a star is the beginning of several names.
         words: Our word, or a sentence, by the other word for a value, by our dotted key.
         find_program: Function that returns the name of the program whose config file has these top-level
             keys, or an empty string.
     """
 
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, ForeignName] = field(default_factory=dict)
     words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     find_program: Callable[[Mapping[str, object]], str] = _find_no_program
 
@@ -60,18 +72,18 @@ def suggest_key(name: str, candidates: Iterable[str], prefix: str = "") -> str:
         prefix: Text in front of a suggested key, such as ``--``.
     """
     candidates = list(candidates)
-    hint = _find_hint(name)
-    if " " in hint:
-        return f"; {hint}"
-    if hint in candidates:
-        return f"; did you mean {prefix}{hint}?"
+    meaning = _find_foreign_name(name)
+    if meaning.advice:
+        return f"; {meaning.advice}"
+    if meaning.setting in candidates:
+        return f"; did you mean {prefix}{meaning.setting}?"
     return suggest_name(name, candidates, prefix, compare_last_parts=True)
 
 
 def find_remedy(name: str) -> str:
     """Return ``"; do this"`` for a name of another program if it takes more than another name, or nothing."""
-    hint = _find_hint(name)
-    return f"; {hint}" if " " in hint else ""
+    advice = _find_foreign_name(name).advice
+    return f"; {advice}" if advice else ""
 
 
 def suggest_word(key: str, word: str, words: Iterable[str]) -> str:
@@ -86,8 +98,8 @@ def suggest_word(key: str, word: str, words: Iterable[str]) -> str:
     return suggest_name(word, words) if translation is None else f"; did you mean {translation}?"
 
 
-def _find_hint(name: str) -> str:
-    """Return our setting, or a sentence, for a name of another program. Empty if the name is unknown."""
+def _find_foreign_name(name: str) -> ForeignName:
+    """Return the meaning of a name of another program. Both fields are empty if the name is unknown."""
     names = load_foreign_names().keys
     name = name.lower().replace("-", "_")
     last_part = name.rpartition(".")[2]
@@ -95,4 +107,4 @@ def _find_hint(name: str) -> str:
         if candidate in names:
             return names[candidate]
     beginnings = (key for key in names if key.endswith("*") and last_part.startswith(key[:-1]))
-    return names.get(next(beginnings, ""), "")
+    return names.get(next(beginnings, ""), ForeignName())

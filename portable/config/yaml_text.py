@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from converters.storage.path_or_url import suggest_path
+from converters.storage.path_or_url import in_store, suggest_path
 from portable.config.yaml_faults import explain_fault
 from portable.errors import UserError, one_line
 
@@ -83,8 +83,11 @@ def read_text(path: Place, key: str | None = None) -> str:
     """
     start = "" if key is None else f"{key}: "
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        if in_store(path):
+            content = path.read_bytes()
+        else:
+            with path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = f"{error.strerror or error}"
         if isinstance(error, FileNotFoundError):

@@ -111,7 +111,7 @@ def _begin(out: Place, what: dict[str, str], name: str) -> bool:
     begun = (out / BEGUN).is_file()
     if begun:
         with suppress(ValueError):
-            if json.loads((out / BEGUN).read_text()) == what and (out / TOKENIZER).is_dir():
+            if json.loads((out / BEGUN).read_bytes()) == what and (out / TOKENIZER).is_dir():
                 return False
         if any(name.endswith(LAST) for name in files_below(out / "shards")):
             raise UserError(
@@ -137,7 +137,7 @@ def _learn(out: Place, records: list[Record | None]) -> None:
 
 def _record(folder: Place) -> Record | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        meta = json.loads((folder / LAST).read_text())
+        meta = json.loads((folder / LAST).read_bytes())
         if not meta["documents"]:
             return _EMPTY
         if not in_store(folder):

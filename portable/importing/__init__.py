@@ -2,8 +2,9 @@
 
 Each program is a module with a table from its keys to :mod:`portable.importing.foreign_keys`:
 :mod:`~portable.importing.trl` (also the Trainer and its example scripts), :mod:`~portable.importing.axolotl`,
-:mod:`~portable.importing.llama_factory`, :mod:`~portable.importing.torchtune`,
-:mod:`~portable.importing.accelerate` and :mod:`~portable.importing.deepspeed`.
+:mod:`~portable.importing.llama_factory`, :mod:`~portable.importing.ms_swift`,
+:mod:`~portable.importing.torchtune`, :mod:`~portable.importing.accelerate` and
+:mod:`~portable.importing.deepspeed`.
 :mod:`portable.importing.programs` lists them and reads their files.
 ``python -m portable.importing.reference`` writes docs/wild.md from the tables.
 """

@@ -30,6 +30,7 @@ from portable.importing.foreign_keys import (
     Words,
     choose,
     read_flag,
+    split_names,
 )
 
 if TYPE_CHECKING:
@@ -162,8 +163,7 @@ def read_old_fp16(value: Any, file: ForeignFile) -> str | None:
 
 def read_class_names(value: Any, _: ForeignFile) -> list[str] | None:
     """Read the classes of layers to wrap: a list, or text with commas."""
-    names = value if isinstance(value, list) else str(value).split(",")
-    return [str(name).strip() for name in names if str(name).strip()] or None
+    return split_names(value) or None
 
 
 def read_min_parameters(value: Any, file: ForeignFile) -> Any:

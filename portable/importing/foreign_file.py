@@ -76,11 +76,13 @@ def refuse_unknown(file: ForeignFile, value: Any) -> None:
         NoCounterpart: If the key may mean something.
     """
     section = ".".join((*file.path[:-1], ""))
-    names = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
-    near = next(iter(find_similar(file.path[-1], names)), None)
-    if value is None or (is_off(truth(value)) and not near):
+    inside = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
+    names = dict.fromkeys([*inside, *(name.partition(".")[0] for name in inside)])
+    similar = find_similar(file.path[-1], names)
+    if value is None or (is_off(truth(value)) and not similar):
         return
-    hint = f"; did you mean {near}?" if near else ""
+    similar = similar or find_similar(file.path[-1], names, compare_last_parts=True)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
     raise NoCounterpart(file.program.unknown.format(value=shown(value)) + hint)
 
 

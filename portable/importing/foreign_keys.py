@@ -61,6 +61,12 @@ def read_flag(value: Any) -> bool:
     return flag
 
 
+def split_names(value: Any) -> list[str]:
+    """Read names: a list, or text with commas."""
+    names = value.split(",") if isinstance(value, str) else value
+    return [name for name in (str(name).strip() for name in names) if name]
+
+
 def choose(value: Any, words: Mapping[str, Any]) -> Any:
     """Look up ``value`` among ``words``, ignoring case. Null is None.
 

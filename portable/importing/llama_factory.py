@@ -15,6 +15,7 @@ from portable.importing.foreign_keys import (
     Several,
     Switch,
     Words,
+    split_names,
 )
 from portable.importing.trainer_conversions import (
     AUTOMATIC,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 def read_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the names of datasets, which are hub datasets only if no folder of LLaMA-Factory's is named."""
-    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
+    names = split_names(value)
     if file.get("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
         return combine_sources([{"source": name} for name in names])
     raise NoCounterpart(
@@ -146,7 +147,7 @@ def finish(file: ForeignFile, devices: int) -> None:
         file: A file whose keys have been converted.
         devices: Number of devices that a batch is spread over.
     """
-    if file.result.values.get("adapter.type") is not None:
-        alpha = 2 * file.result.values.get("adapter.r", 8)
-        file.put_default("adapter.alpha", alpha, "default of LLaMA-Factory")
+    rank = file.result.values.get("adapter.r", DEFAULTS["adapter.r"])
+    if file.result.values.get("adapter.type") is not None and isinstance(rank, int):
+        file.put_default("adapter.alpha", 2 * rank, "default of LLaMA-Factory")
     finish_run(file, devices)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import Origin
 from portable.errors import UserError
-from portable.importing import accelerate, axolotl, deepspeed, llama_factory, torchtune, trl
+from portable.importing import accelerate, axolotl, deepspeed, llama_factory, ms_swift, torchtune, trl
 from portable.importing.foreign_file import ForeignFile, ImportedRun, Program
 
 if TYPE_CHECKING:
@@ -62,6 +62,15 @@ ACCELERATE = Program(
     prepare=accelerate.prepare,
     finish=accelerate.finish,
 )
+MS_SWIFT = Program(
+    name="ms-swift",
+    keys={**trl.KEYS, **trl.FSDP_KEYS, **ms_swift.KEYS},
+    own_keys=("tuner_type", "train_type", "split_dataset_ratio", "rlhf_type"),
+    usual_keys=("model", "attn_impl", "target_modules", "load_from_cache_file", "lora_rank", "dataset"),
+    defaults=ms_swift.DEFAULTS,
+    differences=ms_swift.DIFFERENCES,
+    finish=ms_swift.finish,
+)
 TRL = Program(
     name="TRL",
     title="the Trainer or TRL",
@@ -88,7 +97,7 @@ DEEPSPEED = Program(
     prepare=deepspeed.prepare,
     finish=deepspeed.finish,
 )
-PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, TRL, DEEPSPEED)
+PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSPEED)
 """In the order in which a file is compared with them."""
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.importing import accelerate, axolotl, deepspeed, llama_factory, torchtune, trl
+from portable.importing import accelerate, axolotl, deepspeed, llama_factory, ms_swift, torchtune, trl
 
 if TYPE_CHECKING:
     from portable.importing.foreign_keys import ForeignKeys
@@ -22,6 +22,7 @@ TABLES: dict[str, ForeignKeys] = {
     "Trainer and TRL": trl.KEYS,
     "axolotl": axolotl.KEYS,
     "LLaMA-Factory": llama_factory.KEYS,
+    "ms-swift": ms_swift.KEYS,
     "Entries of axolotl's datasets": axolotl.ENTRY_KEYS,
     "Entries of TRL's dataset_mixture": trl.MIXTURE_ENTRY_KEYS,
     "torchtune": {name: key for name, key in torchtune.KEYS.items() if not name.endswith("*")},

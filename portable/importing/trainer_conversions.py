@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable.config.origins import Origin, shown
 from portable.config.types import truth
 from portable.importing.foreign_file import ForeignFile, Program
-from portable.importing.foreign_keys import NoCounterpart, NoEffect
+from portable.importing.foreign_keys import NoCounterpart, NoEffect, split_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ NO_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens s
 
 def read_names(value: Any, _: ForeignFile) -> Any:
     """Read module names: a list, or text with commas. ``all`` means every linear layer."""
-    names = [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value or ())]
+    names = split_names(value or ())
     return "all-linear" if names in (["all"], ["all-linear"]) else names or None
 
 

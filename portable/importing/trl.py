@@ -49,7 +49,7 @@ from portable.importing.words import word_of
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import ForeignKey, ForeignKeys
+    from portable.importing.foreign_keys import Convert, ForeignKey, ForeignKeys
 
 SET_FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 SCRIPT_ARGUMENTS = {
@@ -60,9 +60,13 @@ SCRIPT_ARGUMENTS = {
 """Arguments of transformers' example scripts, which train on texts. TRL does not have them."""
 
 
-def read_betas(_: Any, file: ForeignFile) -> list[Any]:
-    """Return both betas of Adam. Either of them may have its default."""
-    return [file.get("adam_beta1", 0.9), file.get("adam_beta2", 0.999)]
+def read_betas(second: float) -> Convert:
+    """Return the conversion of either beta of Adam to both.
+
+    Args:
+        second: Default of the second beta.
+    """
+    return lambda _, file: [file.get("adam_beta1", 0.9), file.get("adam_beta2", second)]
 
 
 def read_logging_steps(value: Any, _: ForeignFile) -> int:
@@ -263,7 +267,9 @@ _TRAINING: ForeignKeys = {
     "weight_decay": Setting("train.weight_decay"),
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2"),
-        Setting("train.betas", read_betas, reads_every_value=True, hint="set train.betas, a list of both"),
+        Setting(
+            "train.betas", read_betas(0.999), reads_every_value=True, hint="set train.betas, a list of both"
+        ),
     ),
     "adam_epsilon": Setting("train.eps"),
     "lr_scheduler_type": Setting("train.schedule", word_of("train.schedule")),

@@ -6,7 +6,7 @@ make a better message about a wrong value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.types import truth
 from portable.importing.foreign_keys import is_off
@@ -15,7 +15,23 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile
     from portable.importing.foreign_keys import Convert
 
-WORDS: dict[str, dict[str, str]] = {
+
+class Word(NamedTuple):
+    """The meaning of a word of another program.
+
+    Attributes:
+        value: Our value.
+        advice: What to set with it, or how it differs. Only used in messages.
+    """
+
+    value: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.value}, {self.advice}"
+
+
+WORDS: dict[str, dict[str, str | Word]] = {
     "adapter": {"qlora": "{type: lora, base: nf4}"},
     "adapter.type": {"qlora": "lora, with adapter.base: nf4"},
     "adapter.base": {
@@ -48,12 +64,12 @@ WORDS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("adamw8bit", "pagedadamw8bit", "adamw8bitao"), "adamw_8bit"),
     },
     "train.schedule": {
-        "constant_with_warmup": "constant, which warms up over train.warmup_steps",
-        "cosine_with_restarts": "cosine, which has no restarts",
-        "cosine_with_min_lr": "cosine, with train.min_learning_rate_ratio",
-        "linear_with_warmup": "linear, which warms up over train.warmup_steps",
+        "constant_with_warmup": Word("constant", "which warms up over train.warmup_steps"),
+        "cosine_with_restarts": Word("cosine", "which has no restarts"),
+        "cosine_with_min_lr": Word("cosine", "with train.min_learning_rate_ratio"),
+        "linear_with_warmup": Word("linear", "which warms up over train.warmup_steps"),
         "warmup_stable_decay": "wsd",
-        "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
+        "cosine_with_warmup": Word("cosine", "which warms up over train.warmup_steps"),
     },
     "data.train_on": {
         **dict.fromkeys(("true", "assistant_only", "answers", "responses"), "assistant"),
@@ -73,7 +89,7 @@ WORDS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("instruct", "instruction"), "alpaca"),
     },
 }
-"""Words of other programs, by setting or section: our value, or our value and what to set with it."""
+"""Words of other programs, by setting or section. Outside of :data:`READ`, a text may be advice."""
 READ = ("model.attention", "precision", "train.optimizer", "train.schedule")
 
 
@@ -83,7 +99,8 @@ def read_word(setting: str, value: Any, file: ForeignFile) -> Any:
         file.put(file.path, "train.adafactor_rule", "transformers")
     if is_off(value) or isinstance(truth(value), bool) or value == "auto":
         return None
-    return WORDS[setting].get(str(value).lower(), str(value)).split(",")[0]
+    word = WORDS[setting].get(str(value).lower(), str(value))
+    return word.value if isinstance(word, Word) else word
 
 
 def word_of(setting: str) -> Convert:

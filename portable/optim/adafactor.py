@@ -1,4 +1,8 @@
-"""Adafactor (Shazeer and Stern, 2018), for sharded parameters too."""
+"""Adafactor (Shazeer and Stern, 2018), for sharded parameters too.
+
+:class:`Rule` has the formulas. The optimizer here applies them on torch devices, and
+:mod:`tpu.xla.optim` applies them to lazy tensors. The two differ in how they sum over shards.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ import torch.distributed as dist
 from portable.optim.sharded import local, shard_group, zeros_sharded_like
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 BETA2_DECAY, EPS2, CLIP = -0.8, 1e-3, 1.0
@@ -20,7 +26,7 @@ the defaults of torch and transformers."""
 
 @dataclass(frozen=True)
 class Rule:
-    """The differences between the libraries' versions of Adafactor."""
+    """The formulas of Adafactor, in the version of one of the libraries."""
 
     scaled: bool
     """Whether the rate is relative to the parameter's RMS and decays with the square root of the steps."""
@@ -29,6 +35,53 @@ class Rule:
     least_mean: float
     least_variance: float
     """Lower bounds of the divisors."""
+
+    def compute_new_share(self, steps: Tensor) -> Tensor:
+        """Return the share of the squared gradient in the second moments after ``steps`` steps."""
+        return steps**BETA2_DECAY
+
+    def square(self, gradient: Tensor) -> Tensor:
+        """Return what a gradient adds to the second moments."""
+        return gradient.square().add_(self.added)
+
+    def limit_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
+        """Return the learning rate, which is at most ``steps ** -0.5`` if the rule is scaled."""
+        return torch.minimum(rate, steps**-0.5) if self.scaled else rate
+
+    def scale_rate(self, rate: Tensor, size: Tensor) -> Tensor:
+        """Return the learning rate, times the RMS ``size`` of the parameter if the rule is scaled."""
+        return rate * size.clamp(min=EPS2) if self.scaled else rate
+
+    def estimate(self, rows: Tensor, columns: Tensor, mean: Tensor) -> Tensor:
+        """Return the second moments of a matrix, a new tensor, from the moments of its rows and columns.
+
+        Args:
+            rows: Second moments ``[..., rows, 1]``.
+            columns: Second moments ``[..., 1, columns]``.
+            mean: Mean of ``rows``.
+        """
+        return rows / mean.clamp(min=self.least_mean) * columns
+
+    def invert(self, variance: Tensor) -> Tensor:
+        """Return the reciprocal root of second moments, in place: the factor of the gradient."""
+        return variance.clamp_(min=self.least_variance).rsqrt_()
+
+
+def bound_update(length: Tensor) -> Tensor:
+    """Return the divisor of an update with RMS ``length``, which limits the RMS to ``CLIP``."""
+    return (length / CLIP).clamp(min=1.0)
+
+
+def moment_shapes(shape: Sequence[int], leading: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a parameter's second moments by name.
+
+    Args:
+        shape: Shape of the parameter, or of a stack of parameters.
+        leading: Number of dimensions of the stack.
+    """
+    if len(shape) - leading < 2:
+        return {"variance": tuple(shape)}
+    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
 _EPS = torch.finfo(torch.float32).eps
@@ -59,17 +112,14 @@ class Adafactor(torch.optim.Optimizer):
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
-        shape = tuple(parameter.shape)
-        if len(shape) < 2:
-            # A scalar cannot be sharded.
-            whole = torch.zeros(shape, device=parameter.device)
-            return state | {"variance": zeros_sharded_like(parameter, shape) if shape else whole}
-        state["row_var"] = zeros_sharded_like(parameter, (*shape[:-1], 1))
-        columns = (*shape[:-2], 1, shape[-1])
-        if len(shape) == 2:  # unsharded: it sums over the sharded dim
-            state["col_var"] = torch.zeros(columns, device=parameter.device)
-        else:
-            state["col_var"] = zeros_sharded_like(parameter, columns)
+        for name, shape in moment_shapes(parameter.shape).items():
+            # A scalar cannot be sharded, and the columns of a matrix are sums over the sharded dimension.
+            sharded = parameter.dim() > 0 and not (name == "col_var" and parameter.dim() == 2)
+            state[name] = (
+                zeros_sharded_like(parameter, shape)
+                if sharded
+                else torch.zeros(shape, device=parameter.device)
+            )
         return state
 
     @torch.no_grad()
@@ -94,15 +144,14 @@ class Adafactor(torch.optim.Optimizer):
         steps = torch.stack([state["step"] for state in states]) + allowed
         for state, count in zip(states, steps.unbind(), strict=True):
             state["step"].copy_(count)
-        fresh = (steps.clamp(min=1) ** BETA2_DECAY * allowed).unbind()
+        counted = steps.clamp(min=1)
+        fresh = (self._rule.compute_new_share(counted) * allowed).unbind()
         rates = torch.stack([torch.full_like(allowed, group["lr"]) for _, group in trained])
-        if self._rule.scaled:
-            rates = torch.minimum(rates, steps.clamp(min=1) ** -0.5)
+        rates = self._rule.limit_rate(rates, counted)
         sizes = self._measure(parameters, gradients, states, fresh)
         lengths = self._scale(parameters, gradients, states, sizes)
-        if self._rule.scaled:
-            rates = rates * torch.stack([size.clamp(min=EPS2) for size, *_ in sizes])
-        rates = rates / (torch.stack(lengths) / CLIP).clamp(min=1.0) * allowed
+        rates = self._rule.scale_rate(rates, torch.stack([size for size, *_ in sizes]))
+        rates = rates / bound_update(torch.stack(lengths)) * allowed
         for (parameter, group), gradient, rate in zip(trained, gradients, rates.unbind(), strict=True):
             part = local(parameter)
             part.mul_(1 - allowed * (group["lr"] * group["weight_decay"]))
@@ -123,7 +172,7 @@ class Adafactor(torch.optim.Optimizer):
         sums = []
         for parameter, gradient, state, weight in zip(parameters, gradients, states, fresh, strict=True):
             sums.append(local(parameter).square().sum())
-            squares = gradient.square().add_(self._rule.added)
+            squares = self._rule.square(gradient)
             if parameter.dim() < 2:
                 local(state["variance"]).lerp_(squares, weight)
                 continue
@@ -160,8 +209,8 @@ class Adafactor(torch.optim.Optimizer):
             else:
                 rows, columns = local(state["row_var"]), local(state["col_var"])
                 mean = size[1] if parameter.dim() == 2 else rows.mean(dim=-2, keepdim=True)
-                variance = rows / mean.clamp(min=self._rule.least_mean) * columns
-            gradient.mul_(variance.clamp_(min=self._rule.least_variance).rsqrt_())
+                variance = self._rule.estimate(rows, columns, mean)
+            gradient.mul_(self._rule.invert(variance))
             sums.append(gradient.square().sum())
         return [
             (total / parameter.numel()).sqrt()

@@ -52,6 +52,18 @@ def orthogonalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.mT if tall else x).reshape(shape)
 
 
+def blend_momentum(gradient: Tensor, buffer: Tensor, momentum: float, dtype: torch.dtype) -> Tensor:
+    """Return the update before it is orthogonalized, with Nesterov's momentum.
+
+    Args:
+        gradient: Gradient of a matrix, fp32.
+        buffer: Its momentum, which includes the gradient already.
+        momentum: Share of the buffer in the update.
+        dtype: Dtype of the update.
+    """
+    return gradient.lerp(buffer, momentum).to(dtype)
+
+
 def rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
     """What the learning rate of a matrix of this shape is multiplied by, as torch's ``adjust_lr_fn``."""
     rows, columns = shape[-2:]
@@ -249,8 +261,8 @@ class Muon(torch.optim.Optimizer):
             part.gradient.masked_fill_(self.found_inf > 0, 0.0)
             fresh = (1 - self.found_inf) * fresh
         part.momentum.lerp_(part.gradient, fresh)
-        update = part.gradient.lerp(part.momentum, momentum)
-        return update.to(device=self.device or part.parameter.device, dtype=self._compute)
+        update = blend_momentum(part.gradient, part.momentum, momentum, self._compute)
+        return update.to(device=self.device or part.parameter.device)
 
     def _move(self, part: _Part, update: Tensor, group: dict[str, Any]) -> None:
         rate = group["lr"] * rate_factor(self._rate_rule, part.matrix.shape)

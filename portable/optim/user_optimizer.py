@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from portable import plugins
 from portable.errors import UserError, require
 from portable.optim.sharded import local, shard_group
+from portable.optim.stored_state import Number, restore_groups
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
 KEY = "train.optimizer"
-Number = bool | int | float
-OUTSIDE = ("params", "param_names", "lr", "initial_lr", "weight_decay")
-"""What a group has from the settings; the rest is the optimizer's own, and a checkpoint has it."""
 
 
 class MakesOptimizer(Protocol):
@@ -263,40 +261,6 @@ class UserOptimizer:
             )
             found[name] = torch.zeros_like(parameter) if shape else 0.0
         return found
-
-
-def restore_groups(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
-    """Take over what the groups of a checkpoint have of the optimizer's own."""
-    theirs = {name: group for group in (stored.param_groups if stored else ()) for name in group["params"]}
-    for group in groups:
-        found = theirs.get(group["param_names"][0], {})
-        for name in (group.keys() & found.keys()) - set(OUTSIDE):
-            before, value = group[name], found[name]
-            if isinstance(before, torch.Tensor):
-                before.fill_(value)
-            elif isinstance(before, int | float) and not isinstance(before, bool):  # flags are of an engine
-                group[name] = value
-
-
-def number_like(sample: Any, number: float) -> Any:
-    """``number`` as ``sample`` is: a number, or a tensor of its dtype on its device."""
-    return torch.full_like(sample, number) if isinstance(sample, torch.Tensor) else type(sample)(number)
-
-
-def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group as a checkpoint holds it: numbers, texts, and tuples and lists of these."""
-    found = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
-    return {name: value for name, value in found.items() if _is_plain(value) and name != "param_names"}
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, Number | str)
 
 
 def _summary(value: Tensor | Number) -> tuple[Any, ...]:

@@ -176,7 +176,7 @@ def _move_other_objects(folder: RemotePath) -> None:
     others = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
     if not others:
         return
-    kept = unused_name(folder.with_name(f"{folder.name}.kept"))
+    kept = unused_name(folder.parent / f"{folder.name}.kept")
     for name in others:
         (folder / name).move_to(kept / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""

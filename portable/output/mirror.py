@@ -113,7 +113,7 @@ class Mirror(Output):
         """Download the log files, to which every launch of the run appends."""
         with storage_errors("output_dir"):
             for entry in self.store.iterdir() if self.store.exists() else ():
-                if entry.suffix in (".jsonl", ".txt") and entry.is_file():
+                if entry.name.endswith((".jsonl", ".txt")) and entry.is_file():
                     copy_file(entry, self.work / entry.name)
 
     # -- checkpoints -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, comm
 from converters.console import complain, say
 from converters.containers.pickle_reader import plain
 from converters.errors import printable, redact
-from converters.storage.path_or_url import in_store
+from converters.storage.path_or_url import in_store, resolve_links
 from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import expand_path
 from portable.config.yaml_text import parse
@@ -538,7 +538,7 @@ def _in_words(launch: dict[str, Any]) -> str:
 
 def _short_names(folders: Sequence[Place]) -> list[str]:
     """The folders' names, or whole paths if two names are equal."""
-    names = [folder.resolve().name for folder in folders]
+    names = [resolve_links(folder).name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
+from converters.storage.path_or_url import resolve_links
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes
 from portable.config.same_run import may_change_in_new_folder
@@ -76,7 +77,9 @@ def restore(
         outcome: Progress | DamagedError
         try:
             # As text, because one of them may be a folder and the other a URL.
-            same_folder = str(candidate.resolve()).startswith(f"{prepared.resolved.place.resolve()}/")
+            same_folder = str(resolve_links(candidate)).startswith(
+                f"{resolve_links(prepared.resolved.place)}/"
+            )
             outcome = load(engine, candidate, external, prepared, same_folder=same_folder)
         except DamagedError as error:
             outcome = error

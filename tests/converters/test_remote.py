@@ -150,6 +150,30 @@ def test_empty_objects_for_folders_are_none(s3: ObjectStore, folder: RemotePath)
     assert (folder / "sub").is_dir()
 
 
+OPERATIONS: dict[str, Any] = {
+    "list": lambda folder, _: sorted(folder.objects()) == ["x", "y"],
+    "list of a folder": lambda folder, _: sorted(path.name for path in folder.iterdir()) == ["x", "y"],
+    "size": lambda folder, _: (folder / "x").file_size() == 1000,
+    "read": lambda folder, _: (folder / "x").read_bytes() == b"x" * 1000,
+    "read of a range": lambda folder, _: (folder / "x").read_range(500, 600) == b"x" * 100,
+    "write": lambda folder, _: (folder / "z").write_bytes(b"z"),
+    "copy": lambda folder, _: (folder / "x").copy_to(folder / "z") or folder.objects()["z"].size == 1000,
+    "deletion": lambda folder, _: folder.remove(["x"]) or list(folder.objects()) == ["y"],
+    "upload": lambda folder, file: (folder / "z").upload_file(file) or folder.objects()["z"].size > 1 << 20,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_answer_that_breaks_off_is_asked_for_again(
+    name: str, s3: ObjectStore, folder: RemotePath, tmp_path: Path
+) -> None:
+    for key in ("run/x", "run/y"):
+        s3.put(key, key[-1:].encode() * 1000)
+    (tmp_path / "large").write_bytes(bytes(5 * remote.PART_BYTES))
+    s3.fail(cut=True, times=1)
+    assert OPERATIONS[name](folder, tmp_path / "large")
+
+
 def test_ctrl_c_does_not_wait_for_a_store(s3: ObjectStore, folder: RemotePath) -> None:
     s3.fail(status=503)
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

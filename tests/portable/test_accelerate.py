@@ -77,8 +77,12 @@ def test_unknown_keys_that_are_off_have_no_effect(tmp_path: Path) -> None:
         tmp_path, f"{FSDP}{off}".replace("fsdp_version: 2", "fsdp_version: 2, fsdp_new_thing: false")
     )
     assert run.config == parsed(tmp_path, FSDP).config
-    for line in ("new_thing: true\n", "mixed_precisio: false\n"):
-        with pytest.raises(UserError, match="not a key of Accelerate's"):
+    for line, hint in (
+        ("new_thing: true\n", ""),
+        ("mixed_precisio: false\n", "; did you mean mixed_precision[?]"),
+        ("deepspeed_confg: {zero_stage: 2}\n", "; did you mean deepspeed_config[?]"),
+    ):
+        with pytest.raises(UserError, match=f"not a key of Accelerate's{hint}$"):
             parsed(tmp_path, FSDP + line)
 
 

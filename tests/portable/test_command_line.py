@@ -60,6 +60,20 @@ def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: li
     assert done.stdout.splitlines()[-1] == f"{code} False", done.stderr
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import portable.config",
+        "from portable.config import load_config; load_config(None, {'train.steps': 3})",
+        "from portable.command_line import parse_args; parse_args(['--train.steps', '3'])",
+    ],
+)
+def test_a_config_without_mistakes_loads_no_table_of_another_program(statement: str) -> None:
+    call = f"import sys\n{statement}\nprint([name for name in sys.modules if 'portable.importing' in name])"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_several_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train:\n  steps: many\n  learning_rat: 1\ndata: {seq_len: -3}\n")

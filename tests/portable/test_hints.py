@@ -16,7 +16,7 @@ from portable.registry import World
 from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps, warn_of_rare_checkpoints
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
-HINTS = sorted({remedy for remedy in FOREIGN_NAMES.keys.values() if " " in remedy})
+HINTS = sorted({meaning.advice for meaning in FOREIGN_NAMES.keys.values() if meaning.advice})
 
 
 @pytest.mark.parametrize("hint", HINTS)
@@ -39,7 +39,7 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
         load_config({name: 1})
     with pytest.raises(UserError) as as_a_flag:
         parse_args([f"--{name}", "1"])
-    remedy_of_name = FOREIGN_NAMES.keys.get(name)
+    remedy_of_name = "".join(FOREIGN_NAMES.keys.get(name, ""))  # a setting or advice
     for text, start in ((str(in_a_file.value), "unknown key "), (str(as_a_flag.value), "unknown flag --")):
         told, _, remedy = text.partition("; ")
         assert name in told if name in SECTIONS else text.startswith(f"{start}{name}; ")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.model.groups import groups_of
 from portable.optim import adafactor
 from portable.optim.average import AVERAGE
-from portable.optim.muon import orthogonalized, rate_factor
+from portable.optim.muon import blend_momentum, orthogonalized, rate_factor
 from portable.optim.optimizers import muon, parameter_groups, rate_of
+from portable.optim.stored_state import check_entry
 from tpu.xla.layout import Spec, marked
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Sgd:
 
 
 class Adafactor:
-    """Adafactor (Shazeer and Stern, 2018), as :class:`portable.optim.adafactor.Adafactor`.
+    """Adafactor, by the formulas of :class:`portable.optim.adafactor.Rule`.
 
     Under SPMD a sharded tensor is one logical tensor, so means over it are exact on any number of devices.
     """
@@ -129,36 +129,27 @@ class Adafactor:
         self._rule = rule
 
     def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
-        shape = tuple(parameter.shape)
-        if len(shape) - stacked < 2:
-            return {"variance": (shape, spec)}
-        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
-        return {
-            "row_var": (rows, (*spec[:-1], None)),
-            "col_var": (columns, (*spec[:-2], None, spec[-1])),
-        }
+        shapes = adafactor.moment_shapes(parameter.shape, stacked)
+        specs = {"variance": spec, "row_var": (*spec[:-1], None), "col_var": (*spec[:-2], None, *spec[-1:])}
+        return {name: (shape, specs[name]) for name, shape in shapes.items()}
 
     def update(self, given: Inputs) -> tuple[Tensor, State]:
-        parameter, gradient, step, rate = given.parameter, given.gradient, given.step, given.rate
-        state, stacked = given.state, given.stacked
-        fresh, rate_now = step**adafactor.BETA2_DECAY, rate
-        if self._rule.scaled:
-            size = torch.maximum(_root_mean_square(parameter, stacked), torch.full_like(step, adafactor.EPS2))
-            rate_now = size * torch.minimum(rate, step**-0.5)
-        squares = gradient * gradient + self._rule.added
-        if parameter.dim() - stacked < 2:
-            variance = state["variance"] + fresh * (squares - state["variance"])
-            new = {"variance": variance}
+        rule, parameter, gradient, state = self._rule, given.parameter, given.gradient, given.state
+        fresh, rate = rule.compute_new_share(given.step), rule.limit_rate(given.rate, given.step)
+        if rule.scaled:
+            rate = rule.scale_rate(rate, _root_mean_square(parameter, given.stacked))
+        squares = rule.square(gradient)
+        if parameter.dim() - given.stacked < 2:
+            new = {"variance": state["variance"].lerp(squares, fresh)}
+            variance = new["variance"].clone()
         else:
-            rows, columns = state["row_var"], state["col_var"]
-            rows = rows + fresh * (squares.mean(dim=-1, keepdim=True) - rows)
-            columns = columns + fresh * (squares.mean(dim=-2, keepdim=True) - columns)
-            mean = rows.mean(dim=-2, keepdim=True)
-            variance = rows / mean.clamp(min=self._rule.least_mean) * columns
+            rows = state["row_var"].lerp(squares.mean(dim=-1, keepdim=True), fresh)
+            columns = state["col_var"].lerp(squares.mean(dim=-2, keepdim=True), fresh)
             new = {"row_var": rows, "col_var": columns}
-        change = gradient * variance.clamp(min=self._rule.least_variance).rsqrt()
-        clipped = change / (_root_mean_square(change, stacked) / adafactor.CLIP).clamp(min=1.0)
-        return parameter * (1 - rate * given.decay) - rate_now * clipped, new
+            variance = rule.estimate(rows, columns, rows.mean(dim=-2, keepdim=True))
+        change = gradient * rule.invert(variance)
+        clipped = change / adafactor.bound_update(_root_mean_square(change, given.stacked))
+        return parameter * (1 - given.rate * given.decay) - rate * clipped, new
 
 
 def _root_mean_square(tensor: Tensor, stacked: bool) -> Tensor:
@@ -204,7 +195,7 @@ class Muon:
         alike: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             buffer = states[name]["momentum_buffer"].lerp(gradient, 1 - self._momentum)
-            update = gradient.lerp(buffer, self._momentum).to(self._compute)
+            update = blend_momentum(gradient, buffer, self._momentum, self._compute)
             shape = tuple(update.shape[-2:])
             *before, rows, columns = specs[name]
             cut: Spec | None = None if any(before) else (None, rows, columns)  # experts may be spread already
@@ -375,9 +366,10 @@ class Optimizer:
                     if value is None and key == AVERAGE:
                         continue  # it begins here
                     shape = tuple(tensor.shape)[name in self._held.stacks :]
-                    if not isinstance(value, StoredTensor) or value.shape != shape:
-                        raise CheckpointError(f"{key} of {one} is missing, or not of shape {list(shape)}")
-                    sources.setdefault(key, {})[one] = value
+                    source = value if isinstance(value, StoredTensor) else None
+                    check_entry(source, shape, f"{key} of {one}")
+                    assert source is not None
+                    sources.setdefault(key, {})[one] = source
             for key, found in sources.items():
                 self._held.fill(name, self._state[name][key], self._places[name][key][1], found)
         self._steps = self._layout.whole(steps)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.errors import require
 from portable.model.groups import groups_of
 from portable.optim.average import AVERAGE, keep_average
 from portable.optim.optimizers import parameter_groups, rate_of
-from portable.optim.user_optimizer import UserOptimizer, number_like, plain_group, restore_groups
+from portable.optim.stored_state import check_entry, number_like, plain_group, restore_groups
+from portable.optim.user_optimizer import UserOptimizer
 from portable.plugins import names_code
 from tpu.xla.layout import marked
 from tpu.xla.optim import Optimizer
@@ -179,8 +179,8 @@ class OwnOnXla:
                 if first is None and key == AVERAGE:
                     continue
                 shape = tuple(getattr(value, "shape", ()))[name in self._held.stacks :]
-                if first is None or tuple(getattr(first, "shape", ())) != shape:
-                    raise CheckpointError(f"{key} of {name} is missing, or not of shape {list(shape)}")
+                check_entry(first, shape, f"{key} of {name}")
+                assert first is not None
                 if shape:
                     self._held.fill(name, value, self._spec(name, value), found)  # type: ignore[arg-type]
                     continue

@@ -73,7 +73,7 @@ class ShardChecksums:
     def check_metadata(self, name: str, data: bytes) -> None:
         """CheckpointError unless `data` is the metadata file that was recorded."""
         if self.metadata.get(name) != isal_zlib.crc32(data):
-            raise CheckpointError(f"{self.path.with_name(name)}: damaged, or from another save ({CHECKSUMS})")
+            raise CheckpointError(f"{self.path.parent / name}: damaged, or from another save ({CHECKSUMS})")
 
     def item(self, file: str, offset: int, recorded: Any) -> int:
         """Return the CRC32 of an item's zip directory.

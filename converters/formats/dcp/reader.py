@@ -68,10 +68,10 @@ def is_megatrons(folder: Place) -> bool:
 
 def _incomplete(source: Source) -> str | None:
     path = source.path
-    if path.is_file() and (path.suffix == ".distcp" or is_metadata_file(path)):
+    if path.is_file() and (path.name.endswith(".distcp") or is_metadata_file(path)):
         return f"{path}: one file of a DCP checkpoint; give its folder"
     for folder in (path, path / f"{_MODEL_FOLDER}0"):
-        if folder.is_dir() and any(entry.suffix == ".distcp" for entry in folder.iterdir()):
+        if folder.is_dir() and any(entry.name.endswith(".distcp") for entry in folder.iterdir()):
             return f"{folder}: holds .distcp files but no .metadata: an unfinished save; choose another step"
     return None
 

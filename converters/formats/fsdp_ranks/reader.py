@@ -27,6 +27,7 @@ from converters.formats.torch_save.reader import aliases_of, in_order, split
 from converters.names.canonical import plain_names, refuse_flat_parameters
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
+from converters.storage.path_or_url import make_absolute
 from converters.storage.places import folders_inside, map_ahead, names_in
 from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor
@@ -222,7 +223,7 @@ def _finished(value: Any, made: dict[int, Parts]) -> Any:
 
 def _step(path: Place) -> dict[str, int]:
     """The step in the name of the folder or the one above it."""
-    for name in (path.name, path.absolute().parent.name):
+    for name in (path.name, make_absolute(path).parent.name):
         found = _STEP.fullmatch(name)
         if found is not None:
             return {"step": int(found[1])}

@@ -23,6 +23,7 @@ from converters.formats.dcp.checksums import metadata_files
 from converters.formats.dcp.reader import MEGATRONS, is_megatrons, read_tensors
 from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.storage.folder import Folder
+from converters.storage.path_or_url import make_absolute
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
@@ -97,7 +98,7 @@ def _folder_of_ranks(path: Place) -> Place | None:
     if path.is_file():
         return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
     if RANK.fullmatch(path.name) and (path / FILE).is_file():
-        return path.absolute().parent
+        return make_absolute(path).parent
     return path if ranks_in(path) else None
 
 

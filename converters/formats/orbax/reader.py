@@ -27,6 +27,7 @@ from converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
 from converters.names.canonical import is_number
 from converters.numeric import np
 from converters.storage.folder import Folder
+from converters.storage.path_or_url import make_absolute
 from converters.storage.places import names_in
 from converters.storage.safe_open import child, read_small_table
 
@@ -171,7 +172,7 @@ class _Tree:
             for path, array in model.items():
                 tensors |= layout.weights(path, array)
         step = self.number(("step",)) if ("step",) in self.scalars else None
-        name = folder.name if is_number(folder.name) else folder.absolute().parent.name
+        name = folder.name if is_number(folder.name) else make_absolute(folder).parent.name
         if type(step) is not int and is_number(name):
             step = int(name)
         counters = sorted(self.scalars - inside)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
-from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.model.tensors import fill
 from portable.optim.average import AVERAGE
-from portable.optim.user_optimizer import UserOptimizer, number_like, plain_group
+from portable.optim.stored_state import check_entry, number_like, plain_group
+from portable.optim.user_optimizer import UserOptimizer
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -61,17 +61,14 @@ def to_store(optimizer: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _filled(target: Any, value: StoredTensor | float | bool | None, name: str) -> Any:
+def _filled(target: Any, value: Any, name: str) -> Any:
     """One entry of a parameter's state: ``target``, filled, or a number in its place."""
-    shape = tuple(getattr(target, "shape", ()))
-    if isinstance(value, StoredTensor) and shape and value.shape == shape:
+    shape = getattr(target, "shape", ())
+    check_entry(value, shape, name)
+    if len(shape) > 0:
         fill_shard(target, value)
-    elif value is not None and not shape:
-        number = value.read().item() if isinstance(value, StoredTensor) else value
-        return number_like(target, number)
-    else:
-        raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
-    return target
+        return target
+    return number_like(target, value.read().item() if isinstance(value, StoredTensor) else value)
 
 
 def fill_shard(target: Tensor, source: ReadableTensor) -> None:

@@ -1,0 +1,238 @@
+"""The keys of ms-swift: those that the Trainer does not have, or that have another meaning there."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from portable.config.origins import shown
+from portable.importing import trl
+from portable.importing.foreign_file import Difference
+from portable.importing.foreign_keys import (
+    Companion,
+    Ignored,
+    NoCounterpart,
+    Presets,
+    Refused,
+    Setting,
+    Several,
+    Words,
+)
+from portable.importing.trainer_conversions import (
+    BETA_OF_LOSS,
+    NO_REWARDS,
+    ONLY_16_OR_32_BITS,
+    ONLY_TEXT,
+    SET_ADAPTER,
+    SET_EVAL,
+    SET_PAIR_LOSS,
+    SFT_OF_LOSS,
+    SOURCE_SETTINGS,
+    TOKENIZED_ONCE,
+    combine_sources,
+    finish_run,
+    format_pair_loss,
+    read_chat_template,
+    read_eval_fraction,
+    read_names,
+)
+from portable.importing.words import word_of
+
+if TYPE_CHECKING:
+    from portable.importing.foreign_file import ForeignFile
+    from portable.importing.foreign_keys import ForeignKeys
+
+SET_PATTERN = "set train.frozen or train.trainable to a pattern of the names that begin like this"
+CUSTOM_CODE = "custom code is named by its import path, package.module:name; leave it out"
+SEQUENCES_PER_STEP = 16
+"""Sequences of an optimizer step if a file does not have ``gradient_accumulation_steps``."""
+_DATASET = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[^:#]+)(?::(?P<subsets>[^#]+))?(?:#(?P<count>\d+))?")
+
+
+def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read names of datasets, each with its subsets and the number of samples: ``name:subset#500``."""
+    sources = []
+    for text in map(str, value if isinstance(value, list) else [value]):
+        match = _DATASET.fullmatch(text.strip())
+        if match is None:
+            raise NoCounterpart(
+                f"{shown(text)} has no counterpart: name a file or hub dataset in data.source"
+            )
+        if match["count"]:
+            file.note(file.path, f"{shown(text)}: the first samples are taken, not random samples")
+        for subset in (match["subsets"] or "").split("/"):
+            sources.append(
+                {
+                    "source": match["name"].strip(),
+                    "config_name": subset.strip() or None,
+                    "max_samples": int(match["count"]) if match["count"] else None,
+                }
+            )
+    return combine_sources(sources)
+
+
+def read_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
+    """Read ``rlhf_type``, the name of a loss of pairs."""
+    if value not in ("dpo", "orpo", "simpo"):
+        raise NoCounterpart(f"{shown(value)} has no counterpart: {SET_PAIR_LOSS}")
+    kinds = file.get("loss_type")
+    kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
+    if isinstance(kind, list):
+        raise NoCounterpart(
+            f"{shown(kind)} has no counterpart: one formula is trained; set train.loss to dpo"
+        )
+    beta = file.get("beta", 2.0 if value == "simpo" else 0.1)
+    return {"train.loss": format_pair_loss(kind if value == "dpo" else value, beta, file.get("rpo_alpha"))}
+
+
+def read_deepspeed(value: Any, _: ForeignFile) -> dict[str, Any]:
+    """Read the name of one of ms-swift's DeepSpeed files, or the path of another file."""
+    match = re.fullmatch(r"zero([0-3])(_offload)?", str(value))
+    if match is None:
+        return {"deepspeed.config": value}
+    settings = {"strategy": f"zero{match[1]}" if match[1] != "0" else "no_shard"}
+    if match[2]:
+        settings["memory.offload_optimizer"] = "cpu"
+    if match[2] and match[1] == "3":
+        settings["memory.offload_params"] = "cpu"
+    return settings
+
+
+KEYS: ForeignKeys = {
+    # Model and adapter
+    "model": Setting("model.name_or_path"),
+    "use_hf": Ignored("names that are not folders are looked up on the Hugging Face Hub", unless=(True,)),
+    "task_type": Words("model.task", {"causal_lm": "causal-lm", "seq_cls": "sequence-classification"}),
+    "attn_impl": Setting("model.attention", word_of("model.attention")),
+    **dict.fromkeys(
+        ("tuner_type", "train_type"),
+        Presets({"full": {}, "lora": {"adapter.type": "lora"}}, hint=SET_ADAPTER),
+    ),
+    "tuner_backend": Refused(SET_ADAPTER, unless=("peft",)),
+    "adapters": Refused("set adapter.name_or_path to the adapter"),
+    "lora_rank": Setting("adapter.r"),
+    "lora_bias": Refused(SET_ADAPTER, unless=("none",)),
+    "init_weights": Refused(SET_ADAPTER, unless=("true", True)),
+    "target_modules": Setting("adapter.target_modules", read_names),
+    "target_regex": Setting("adapter.target_modules"),
+    "target_parameters": Setting("adapter.target_parameters", read_names),
+    "modules_to_save": Setting("adapter.modules_to_save", read_names),
+    "quant_bits": Presets(
+        {"4": {"adapter.base": "nf4"}, "8": {"adapter.base": "int8"}},
+        hint="set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
+    ),
+    "quant_method": Refused(ONLY_16_OR_32_BITS, unless=("bnb",)),
+    **dict.fromkeys(("freeze_parameters", "trainable_parameters"), Refused(SET_PATTERN)),
+    "freeze_parameters_regex": Setting("train.frozen"),
+    "trainable_parameters_regex": Refused("set train.trainable to the pattern, without train.frozen"),
+    "freeze_parameters_ratio": Refused("set train.frozen to a pattern of the layers that it means"),
+    **dict.fromkeys(("freeze_vit", "freeze_aligner"), Refused(ONLY_TEXT, unless=(True,))),
+    **dict.fromkeys(("freeze_llm", "vit_lr", "aligner_lr", "max_pixels"), Refused(ONLY_TEXT)),
+    "new_special_tokens": Refused("add the tokens to the tokenizer in the folder of data.tokenizer"),
+    # Data
+    "dataset": Several((*SOURCE_SETTINGS, "data.max_samples"), read_datasets, hint="data.source"),
+    **dict.fromkeys(("val_dataset", "eval_dataset"), Refused(SET_EVAL)),
+    **dict.fromkeys(("cached_dataset", "cached_val_dataset"), Refused("name the records in data.source")),
+    "split_dataset_ratio": Setting("data.eval_fraction", read_eval_fraction),
+    "columns": Refused("set data.format and data.columns"),
+    "interleave_prob": Refused("set data.sources with weights"),
+    "truncation_strategy": Words("data.truncation", {"delete": "drop", "left": "start", "right": "end"}),
+    "loss_scale": Words(
+        "data.train_on", {"default": "assistant", "last_round": "last_assistant", "all": "all"}
+    ),
+    "template": Setting("data.chat_template", read_chat_template),
+    "system": Refused("put a system message into each record"),
+    **dict.fromkeys(("model_name", "model_author"), Ignored("only swift/self-cognition has their places")),
+    **dict.fromkeys(
+        ("dataset_num_proc", "packing_num_proc", "lazy_tokenize", "load_from_cache_file"),
+        Ignored(TOKENIZED_ONCE),
+    ),
+    **dict.fromkeys(
+        ("dataset_shuffle", "train_dataloader_shuffle"),
+        Refused("samples are always shuffled; leave it out", unless=(True,)),
+    ),
+    # Training
+    "max_epochs": Setting("train.epochs"),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2"),
+        Setting(
+            "train.betas",
+            trl.read_betas(0.95),
+            reads_every_value=True,
+            hint="set train.betas, a list of both",
+        ),
+    ),
+    **dict.fromkeys(("optimizer", "callbacks", "external_plugins"), Refused(CUSTOM_CODE)),
+    "custom_register_path": Refused(CUSTOM_CODE),
+    **dict.fromkeys(("use_galore", "lisa_activated_layers"), Refused("set train.optimizer; leave it out")),
+    "early_stop_interval": Setting("train.early_stopping_patience"),
+    "rlhf_type": Several(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
+    "beta": Companion(BETA_OF_LOSS),
+    "rpo_alpha": Companion(SFT_OF_LOSS),
+    **dict.fromkeys(("reward_model", "reward_funcs", "teacher_model", "use_vllm"), Refused(NO_REWARDS)),
+    # Ranks
+    "sequence_parallel_size": Setting("context_parallel_size"),
+    "deepspeed": Several(
+        ("strategy", "memory.offload_optimizer", "memory.offload_params", "deepspeed.config"),
+        read_deepspeed,
+        hint="set strategy to zero1, zero2 or zero3, or deepspeed.config to a file",
+    ),
+    "fsdp": Words("strategy", {"fsdp2": "full_shard"}, hint="set strategy to full_shard"),
+    "zero_hpz_partition_size": Refused("write zero_hpz_partition_size into the file of deepspeed.config"),
+    "deepspeed_autotp_size": Refused("set tensor_parallel_size, and strategy to full_shard"),
+    **dict.fromkeys(("use_ray", "device_groups"), Refused("start the ranks with torchrun or --nproc")),
+    "ENV": Refused("export the variables before the start"),
+    # Output
+    **dict.fromkeys(("add_version", "create_checkpoint_symlink", "check_model"), Ignored()),
+    "resume_only_model": Refused("set model.name_or_path to the checkpoint"),
+    "swanlab_*": Refused("set log.trackers, log.project and log.name"),
+}
+DEFAULTS: dict[str, Any] = {
+    "seed": 42,
+    "train.epochs": 3,
+    "train.micro_batch_size": 1,
+    "train.schedule": "cosine",
+    "train.min_learning_rate_ratio": 0.0,
+    "train.warmup_steps": 0,
+    "train.betas": [0.9, 0.95],
+    "train.weight_decay": 0.1,
+    "data.eval_fraction": 0.0,
+    "data.packing": False,
+    "data.truncation": "drop",
+    "adapter.r": 8,
+    "adapter.alpha": 32,
+    "adapter.dropout": 0.05,
+    "adapter.target_modules": "all-linear",
+    "memory.activation_checkpointing": "full",
+}
+DIFFERENCES = (
+    trl.OTHER_ORDER,
+    Difference(
+        "ms-swift renders conversations with its own templates. Here, the template of the tokenizer is used."
+    ),
+    Difference(
+        "Names of models and datasets are looked up on the Hugging Face Hub, as ms-swift does with use_hf."
+    ),
+    trl.PACKED_APART,
+)
+
+
+def finish(file: ForeignFile, devices: int) -> None:
+    """Add the defaults that depend on other keys, and the settings that :func:`finish_run` adds.
+
+    Args:
+        file: A file whose keys have been converted.
+        devices: Number of devices that a batch is spread over.
+    """
+    values = file.result.values
+    if file.get("tuner_type", file.get("train_type", "lora")) == "lora":
+        file.put_default("adapter.type", "lora", "default of ms-swift")
+    rate = 1e-4 if values.get("adapter.type") else 1e-5
+    file.put_default("train.learning_rate", rate, "default of ms-swift")
+    if "gradient_accumulation_steps" not in file.values and devices:
+        micro = values.get("train.micro_batch_size", DEFAULTS["train.micro_batch_size"])
+        if isinstance(micro, int) and micro > 0:
+            steps = max(1, math.ceil(SEQUENCES_PER_STEP / micro / devices))
+            file.values["gradient_accumulation_steps"] = steps
+    finish_run(file, devices)

@@ -1,0 +1,69 @@
+"""State of optimizers in checkpoints: what all engines check, and how numbers and groups are stored."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from converters import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from converters.checkpoint import OptimizerState
+
+Number = bool | int | float
+OUTSIDE = ("params", "param_names", "lr", "initial_lr", "weight_decay")
+"""Entries of a parameter group that come from the settings. A checkpoint has the others."""
+
+
+def check_entry(value: Any, shape: Sequence[int], name: str) -> None:
+    """Check one entry of the state of a parameter.
+
+    Args:
+        value: Stored tensor or number, or None.
+        shape: Shape of the entry in the run. A number may be stored as a tensor of one element.
+        name: Name of the entry, used in error messages.
+
+    Raises:
+        CheckpointError: If the entry is missing or has another shape.
+    """
+    stored = tuple(getattr(value, "shape", ()))
+    if value is None or (stored != tuple(shape) and (len(shape) > 0 or math.prod(stored) != 1)):
+        raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
+
+
+def restore_groups(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
+    """Restore the entries of parameter groups that belong to a custom optimizer."""
+    by_name = {name: group for group in (stored.param_groups if stored else ()) for name in group["params"]}
+    for group in groups:
+        values = by_name.get(group["param_names"][0], {})
+        for name in (group.keys() & values.keys()) - set(OUTSIDE):
+            before, value = group[name], values[name]
+            if isinstance(before, torch.Tensor):
+                before.fill_(value)
+            elif isinstance(before, int | float) and not isinstance(before, bool):  # flags are of an engine
+                group[name] = value
+
+
+def number_like(sample: Any, number: float) -> Any:
+    """Return ``number`` with the type of ``sample``: a number, or a tensor of its dtype on its device."""
+    return torch.full_like(sample, number) if isinstance(sample, torch.Tensor) else type(sample)(number)
+
+
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group for a checkpoint: numbers, texts, and tuples and lists of these."""
+    values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
+    return {name: value for name, value in values.items() if _is_plain(value) and name != "param_names"}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, Number | str)
