@@ -125,7 +125,7 @@ def _hold(prepared: Prepared, output: Output, held: ExitStack) -> Hub | None:
     hub: Hub | None = None
     try:
         if prepared.backend.rank == 0:
-            held.enter_context(output.held())
+            held.enter_context(output.lock())
             check_unchanged(output.place, prepared.resolved.existing)
             if prepared.config.hub.push is not None:
                 from portable.output.hub import Hub
