@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters import Checkpoint
-    from portable.backend import Batch, SaveHandle
+    from portable.backend import SaveHandle
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.loss import MetricAccumulator, StepSums

@@ -24,21 +24,21 @@ import torch
 from torch.nn import functional
 
 from portable import plugins
-from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS
+from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS
 from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.document_attention import keep_documents_apart
 from portable.model.forward import ForwardWrapper
 from portable.model.parameters import adapted
 from portable.model.rotations import rotate_by_text
-from portable.model.training_loss import IGNORED, LOGITS, STATISTICS, Outputs
+from portable.model.training_loss import LOGITS, STATISTICS, Outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from portable.data.samples.base import Batch
+    from portable.batch import Batch
     from portable.model.chunked_loss import ChunkedHead
     from portable.model.forward import Model
     from portable.model.training_loss import TrainingLoss

@@ -51,8 +51,8 @@ def open_output(config: RunConfig, rank: int = 0) -> Output:
 class Output:
     """Output of a run: a local folder, its checkpoints, and the publisher that uploads them, if any.
 
-    Without a publisher, all ranks share the folder that ``output_dir`` names. If ``output_dir`` is a URL, each
-    rank has a local folder, and its :class:`~portable.output.publisher.Publisher` uploads the files.
+    Without a publisher, all ranks share the folder that ``output_dir`` names. If ``output_dir`` is a URL,
+    each rank has a local folder, and its :class:`~portable.output.publisher.Publisher` uploads the files.
 
     Args:
         place: Path or URL that ``output_dir`` names.
@@ -70,12 +70,11 @@ class Output:
         self.place = place
         self.rank = rank
         self._publisher = publisher
-        if publisher is None:
-            self.work: Path = place
-            self.scratch: Path = place / ".scratch"
-            self.agreed = ""
-        else:
+        if publisher is not None:
             self.work, self.scratch, self.agreed = publisher.work, publisher.scratch, str(place)
+        else:
+            assert not in_store(place)
+            self.work, self.scratch, self.agreed = place, place / ".scratch", ""
 
     def check_writable(self) -> None:
         """Check early that a URL is writable. A folder is checked when its lock is taken."""

@@ -1,7 +1,8 @@
 """Uploads of a run in an object store.
 
-Each rank of such a run writes to a local folder. Its :class:`Publisher` uploads the checkpoints, once they are
-written, and the files of the run that have changed. A marker that is uploaded last completes a checkpoint.
+Each rank of such a run writes to a local folder. Its :class:`Publisher` uploads the checkpoints, once they
+are written, and the files of the run that have changed. A marker that is uploaded last completes a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class Publisher:
         if needed > free:
             raise UserError(
                 f"checkpoint.staging_dir: {self.shards} has {human_bytes(free)} free, but this machine's "
-                f"shards of a checkpoint need about {human_bytes(needed)} before the upload to {self._place}; "
-                "choose a folder with more space"
+                f"shards of a checkpoint need about {human_bytes(needed)} before the upload to "
+                f"{self._place}; choose a folder with more space"
             )
         if self._rank == 0:
             self._fetch_records()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from converters.console import columns
+from portable.callbacks import Callback
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_time, table
-from portable.loop import Callback
 from portable.paths import REPORT_FILE
 from portable.plugins import user_code_errors
 from portable.reporting.html_report import write_report
@@ -28,10 +28,10 @@ from portable.terminal import LOG, at_a_terminal, tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from portable.loop import Progress
+    from portable.callbacks import Run
     from portable.output.output_dir import Output
+    from portable.progress import Progress
     from portable.reporting.metrics import Kind
-    from portable.run.callbacks import Run
     from portable.run.stages import Restored
 
 _LONG_WAIT = 0.05

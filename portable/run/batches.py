@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from portable.data.samples.base import Batch
+from portable.batch import Batch
 from portable.data.samples.loader import EvalLoader, TrainLoader
 from portable.terminal import at_a_terminal
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from portable.callbacks import Callback
 from portable.errors import UserError
 from portable.evaluation.best_tracker import BestTracker, Decision
 from portable.evaluation.metrics import evaluate
-from portable.loop import Callback
 from portable.reporting.metrics import EVALUATION
 from portable.run.batches import eval_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from portable.backend import Batch, Engine
+    from portable.backend import Engine
+    from portable.batch import Batch
+    from portable.callbacks import Run
     from portable.config import RunConfig
     from portable.data.dataset import Data
     from portable.evaluation.metrics import MetricSet
-    from portable.loop import Progress
-    from portable.run.callbacks import Run
+    from portable.progress import Progress
     from portable.run.stages import Prepared
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.callbacks import Callback
 from portable.checkpoint.trainer_state import TrainerState
-from portable.loop import Callback
 from portable.ranks.collectives import agree
 from portable.run.user_code import digests
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Engine
+    from portable.callbacks import Run
     from portable.checkpoint.store import Checkpoints
-    from portable.loop import Progress
+    from portable.progress import Progress
     from portable.ranks.watchdog import Watchdog
-    from portable.run.callbacks import Run
     from portable.run.stages import Prepared
 
 
@@ -84,10 +84,10 @@ class Saving(Callback):
 
     def on_step(self, run: Run) -> None:
         run.checkpoints.finish_if_written()
-        stop, wished = run.take_wishes()
+        stop, requested = run.take_requests()
         run.progress.ended = run.progress.ended or stop
         settings = run.config.checkpoint
-        due = run.last or stop or wished or run.due(settings.every_steps, settings.every_epochs)
+        due = run.last or stop or requested or run.due(settings.every_steps, settings.every_epochs)
         if due:
             run.health.check(run)
         if not due or run.step <= self._saved:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from converters.storage.path_or_url import in_store
+from portable.callbacks import Run
 from portable.checkpoint.store import resume_source
 from portable.config import dump_yaml
 from portable.data.preview import SHOWN, preview
@@ -23,16 +24,16 @@ from portable.ranks.collectives import agree, all_or_none
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.reporter import Reporter
 from portable.run.batches import WatchedBatches, train_loader
-from portable.run.callbacks import Run, callback_order, load_callbacks
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore
 from portable.run.save import Saving
+from portable.run.user_callbacks import callback_order, load_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.loop import Callback
+    from portable.callbacks import Callback
     from portable.output.hub import Hub
     from portable.output.output_dir import Output
     from portable.ranks.peers import PeerWatch

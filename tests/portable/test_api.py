@@ -12,7 +12,8 @@ import pytest
 from nbclient import NotebookClient
 
 from portable import Result, train
-from portable.loop import StepResult, train_step
+from portable.loop import train_step
+from portable.progress import StepResult
 from tests.runs import configured
 from tests.zygote import Zygote
 

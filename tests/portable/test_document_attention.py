@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from portable.backend import Batch
+from portable.batch import Batch
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
 from portable.model.activation_checkpointing import checkpoint_activations

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from portable.batch import IGNORED
 from portable.config import RunConfig
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
@@ -20,7 +21,7 @@ from portable.evaluation.builtin import KNOWN, Setting, build_metrics
 from portable.evaluation.generation import rouge_l
 from portable.evaluation.metrics import evaluate
 from portable.evaluation.totals import add_to_totals
-from portable.model.training_loss import IGNORED, Outputs
+from portable.model.training_loss import Outputs
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.parity import Opened, opened

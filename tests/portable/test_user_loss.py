@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from portable import UserError
-from portable.backend import Batch
+from portable.batch import IGNORED, Batch
 from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
 from portable.model.regularization import add_noise
-from portable.model.training_loss import IGNORED, Outputs
+from portable.model.training_loss import Outputs
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import STEPS, plain_losses

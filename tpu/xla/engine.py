@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters import Checkpoint
-    from portable.backend import Batch, SaveHandle
+    from portable.backend import SaveHandle
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor

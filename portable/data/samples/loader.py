@@ -20,14 +20,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from converters.interrupts import without_interrupts
-from portable.data.samples.base import (
-    IGNORED,
-    PART_POSITIONS,
-    TEXT_TOKENS,
-    Batch,
-    Samples,
-    count_text_tokens,
-)
+from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS, Batch
+from portable.data.samples.base import Samples, count_text_tokens
 from portable.data.samples.order import accumulation_steps, first_of_rank
 from portable.errors import RunError, UserError
 from portable.private import of_torch

@@ -1,22 +1,19 @@
-"""A run that trains as its callbacks see it, the user's callbacks, and the order of all."""
+"""Hooks between the steps of a run: the base class of callbacks, and the run that they get."""
 
 from __future__ import annotations
 
 import math
 import time
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable import plugins
 from portable.data.tokens.bounded_tokenizer import decode, encode
-from portable.errors import RunError, UserError
-from portable.loop import Callback, Progress
-from portable.model.whole_values import WholeValues, is_part
+from portable.errors import RunError
+from portable.model.whole_values import is_part
 from portable.paths import CONFIG_FILE
-from portable.private import of_torch
+from portable.progress import Progress
 from portable.ranks import launch
 
 if TYPE_CHECKING:
@@ -26,33 +23,106 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from converters.storage.path_or_url import Place
-    from portable.backend import Batch, Engine
+    from portable.backend import Engine
+    from portable.batch import Batch
     from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
-    from portable.loop import StepResult
+    from portable.progress import StepResult
     from portable.run.stages import Prepared, Restored
 
-HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
+
+class Callback:
+    """Base class of the hooks that the training loop calls between steps.
+
+    A run has an ordered list of callbacks, and every hook is invoked on each of them in that order. Hooks run
+    on all ranks, and an exception in any hook stops the run on all ranks.
+
+    A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, can implement any
+    of the ``on_*`` methods. It does not need to inherit from this class, and it must not modify the model.
+    Since :meth:`on_step` runs after every step, it must not read from the device: that would block the host
+    until the device has finished the step.
+
+    Example:
+        Print the loss every time it is logged::
+
+            class PrintLoss:
+                def on_log(self, run, values):
+                    print(run.step, values["loss"])
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Handle the start of a launch, before its first step."""
+
+    def on_step(self, run: Run) -> None:
+        """Handle the end of a training step.
+
+        Reading from the device is only allowed if this step is also logged, evaluated, or saved.
+        """
+
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
+        """Handle the values logged for a step.
+
+        Args:
+            run: The current run.
+            values: Logged values, keyed by name: the loss, the gradient norm, the learning rate, and any
+                additional values logged by ``train.loss``.
+        """
+
+    def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
+        """Handle the results of an evaluation.
+
+        Args:
+            run: The current run.
+            values: Evaluation metrics, keyed by their names in ``metrics.jsonl``.
+        """
+
+    def on_save(self, run: Run) -> None:
+        """Handle the start of a save, when the trainer begins to write a checkpoint."""
+
+    def on_end(self, run: Run) -> None:
+        """Handle the end of a launch, before the final model is exported."""
+
+    # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
+
+    def skipped(self, run: Run, count: int, message: str) -> None:
+        """Handle skipped optimizer updates.
+
+        Args:
+            run: The current run.
+            count: Number of updates skipped since the previous call.
+            message: Description of the most recent streak of skipped updates.
+        """
+
+    def paused(self, run: Run, seconds: float) -> None:
+        """Handle a pause of ``seconds`` during which training waited for an evaluation or a save."""
+
+    def completed(self, run: Run, checkpoint: Place) -> None:
+        """Handle a completed checkpoint. Only called on rank 0."""
+
+    def close(self) -> None:
+        """Release resources at the end of a launch, even if the launch failed."""
 
 
 class Run:
-    """A run that trains, as its callbacks see it; each rank has its own.
+    """Run in training, which every callback gets. Each rank has its own object.
 
     Attributes:
-        config: resolved.
-        folder: of the run, or its URL.
-        rank, world_size: of this process, and how many there are.
-        steps: length of the schedule.
-        tokenizer: of the data.
-        model: in training, sharded as the strategy has it. Do not change it.
+        config: Resolved config.
+        folder: Output folder of the run, or its URL.
+        rank, world_size: Rank of this process, and number of ranks.
+        steps: Length of the schedule in optimizer steps.
+        tokenizer: Tokenizer of the data.
+        model: Model in training, sharded by the strategy. Callbacks must not change it.
 
-    The run's own callbacks see more of it:
+    The attributes below are internal and may change:
 
-        prepared, backend, engine, progress, checkpoints: of the launch.
-        until: the step at which this launch ends. stopped: whether a signal ends it after this step.
-        result: of the latest step, on the device.
-        callbacks: in the order in which they are called.
-        watch_batches: wraps the batches of the training or of an evaluation in :class:`WatchedBatches`.
+        prepared, backend, engine, progress, checkpoints: Parts of this launch.
+        until: Step at which this launch ends.
+        stopped: Whether a signal ends this launch after the latest step.
+        result: Result of the latest step, on the device.
+        callbacks: Callbacks, in the order in which they are called.
+        watch_batches: Function that wraps the batches of the training or of an evaluation in
+            :class:`~portable.run.batches.WatchedBatches`.
     """
 
     result: StepResult
@@ -84,24 +154,27 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps taken so far."""
         return self.progress.step
 
     @property
     def samples(self) -> int:
-        """Samples consumed."""
+        """Number of samples consumed so far."""
         return self.progress.samples
 
     @property
     def checkpoint(self) -> Place | None:
-        """The newest complete checkpoint."""
+        """Newest complete checkpoint."""
         newest: Place | None = self.checkpoints.newest_known()
         return newest
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add numbers to the next logged step: metrics.jsonl, the trackers and the report. Rank 0's count.
+        """Add values to the next logged step, for metrics.jsonl, the trackers and the report.
 
-        Tensors (scalars) are read from the device only then.
+        Only the values of rank 0 are logged. Tensors are only read from the device when the step is logged.
+
+        Args:
+            values: Numbers or scalar tensors, keyed by name.
         """
         for name, value in values.items():
             scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and not is_part(value)
@@ -113,30 +186,30 @@ class Run:
         self.pending.update(values)
 
     def stop(self) -> None:
-        """End the run after this step, with a checkpoint and the export. It is enough that one rank asks."""
+        """End the run after this step, with a checkpoint and the export. One rank suffices to request it."""
         self.stopping = True
 
     def save(self) -> None:
-        """Save a checkpoint after this step. It is enough that one rank asks."""
+        """Save a checkpoint after this step. One rank suffices to request it."""
         self.saving = True
 
     def generate(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
-        """Continue a text with the model as it is now. All ranks call it, with the same arguments."""
+        """Continue a text with the current weights. Must be called on all ranks with the same arguments."""
         ids: list[int] = encode(self.tokenizer, prompt)["input_ids"]
         tokens = torch.tensor([ids], dtype=torch.int64)
-        found = self.engine.generate(tokens, max_new_tokens=max_new_tokens, seed=seed)
-        return decode(self.tokenizer, found[0, tokens.shape[1] :].tolist())
+        generated = self.engine.generate(tokens, max_new_tokens=max_new_tokens, seed=seed)
+        return decode(self.tokenizer, generated[0, tokens.shape[1] :].tolist())
 
-    # -- of the run's own alone --------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------------
 
     @property
     def complete(self) -> bool:
-        """Whether the run, not this launch alone, is at its end."""
+        """Whether the run, and not only this launch, is at its end."""
         return self.progress.ended or self.progress.step == self.steps
 
     @property
     def last(self) -> bool:
-        """Whether the launch ends after this step, whatever callbacks ask for."""
+        """Whether this launch ends after the latest step, regardless of requests by callbacks."""
         return self.stopped or self.step == self.until
 
     def logs(self, step: int) -> bool:
@@ -165,30 +238,34 @@ class Run:
         return bool(evaluates) or self.due(checkpoint.every_steps, checkpoint.every_epochs)
 
     def call(self, method: str, *values: Any) -> None:
-        """Call a method of every callback, in their order."""
+        """Call a method of every callback, in order."""
         for callback in self.callbacks:
             getattr(callback, method)(self, *values)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Within this context no time of a step passes."""
+        """Exclude the time within this context from the throughput of the steps."""
         begun = time.perf_counter()
         yield
         self.call("paused", time.perf_counter() - begun)
 
-    def take_wishes(self) -> tuple[bool, bool]:
-        """Whether a callback on any rank wants to end the run, and to save; all ranks call it."""
-        if not self.config.train.callbacks:  # the wishes of an evaluation are those of all ranks
+    def take_requests(self) -> tuple[bool, bool]:
+        """Take the requests of all ranks' callbacks since the last call. Must be called on all ranks.
+
+        Returns:
+            Whether to end the run, and whether to save a checkpoint.
+        """
+        if not self.config.train.callbacks:  # an evaluation requests the same on all ranks
             save, self.saving = self.saving, False
             return False, save
-        wishes, self.saving = (self.stopping, self.saving), False
-        if not self.backend.any(any(wishes)):  # most steps: one collective
+        requests, self.saving = (self.stopping, self.saving), False
+        if not self.backend.any(any(requests)):  # one collective in most steps
             return False, False
-        self.stopping, save = (self.backend.any(wish) for wish in wishes)
+        self.stopping, save = (self.backend.any(request) for request in requests)
         return self.stopping, save
 
     def take_logged(self) -> dict[str, float]:
-        """What was logged since the last call, read from the device."""
+        """Read the values logged since the last call from the device."""
         pending, self.pending = self.pending, {}
         tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
@@ -196,103 +273,36 @@ class Run:
         return {**numbers, **dict(zip(tensors, read, strict=True))}
 
 
-def callback_order(config: RunConfig, *, profile: bool = False) -> list[str]:
-    """What happens beside the steps, in the order in which it does: ours by name, the user's by setting.
-
-    The user's come before what logs, so that the row of a step has what they log; an evaluation comes before
-    the save, which holds what follows from it.
-    """
-    user = [_name(name) for name in config.train.callbacks]
-    profiling, uploading = ["profile"] * profile, ["upload"] * (config.hub.push is not None)
-    return [*user, *profiling, "report", "evaluate", "save", *uploading]
-
-
-def _name(name: str) -> str:
-    return f"train.callbacks: {name}"
-
-
-class UserCallback(Callback):
-    """One of the user's, whose mistakes end the run in a line.
-
-    Args:
-        name: in messages.
-        given: the object; need not have all methods.
-    """
-
-    def __init__(self, name: str, given: Any) -> None:
-        self._name = name
-        for hook in HOOKS:
-            if (function := getattr(given, hook, None)) is not None:
-                setattr(self, hook, partial(self._call, hook, function))
-
-    def _call(self, method: str, function: Callable[..., None], run: Run, *values: Any) -> None:
-        """Call a method of the object.
-
-        Raises:
-            UserError: with its name and line, if it fails.
-        """
-        name, before = f"{self._name}: {method}", _versions(run.model)
-        with plugins.user_code_errors(name), WholeValues(name, differentiated=False):
-            function(run, *values)
-        if any(before.get(one, version) != version for one, version in _versions(run.model).items()):
-            raise UserError(
-                f"{name}: changes parameters of the model, which ranks and the optimizer do not know of; use "
-                "model.function, train.loss or train.optimizer"
-            )
-
-
-def load_callbacks(names: Sequence[str]) -> dict[str, UserCallback]:
-    """The callbacks that ``train.callbacks`` names, by what they are called in messages.
-
-    Raises:
-        UserError: for a name without a callback.
-    """
-    found = {}
-    for name in names:
-        one = plugins.load("train.callbacks", name)
-        if not any(hasattr(one, hook) for hook in HOOKS):
-            raise UserError(f"train.callbacks: {name}: has none of the methods {', '.join(HOOKS)}")
-        wrong = [hook for hook in dir(one) if hook.startswith("on_") and hook not in HOOKS]
-        if wrong:
-            raise UserError(f"train.callbacks: {name}: there is no {wrong[0]}; there are {', '.join(HOOKS)}")
-        found[_name(name)] = UserCallback(_name(name), one)
-    return found
-
-
-def _versions(model: nn.Module) -> dict[int, int]:
-    """Of each parameter, what rises with each change in place. Host numbers: no sync.
-
-    A pass through the model may leave others in their place, such as gathered ones.
-    """
-    return {id(parameter): of_torch.changes(parameter) for parameter in model.parameters()}
-
-
 _SHOWN_NAMES = 3
 
 
 def _find_last_good(run: Run) -> str:
-    """Wait for the save in progress, and return the newest complete checkpoint. All ranks call it."""
+    """Wait for the save in progress, and find the newest complete checkpoint. Called on all ranks."""
     run.checkpoints.finish()
     run.backend.barrier()  # rank 0 has now renamed the folder
     return str(run.checkpoints.latest() or "none yet")
 
 
 class Health:
-    """Reads the device's count of skipped updates, wherever the host waits for the device anyway."""
+    """Reports skipped updates. Reads their count from the device when the host waits for it anyway.
+
+    Args:
+        run: Run in training.
+        folder: Folder with the config of the run, for the command in error messages.
+    """
 
     def __init__(self, run: Run, folder: Path) -> None:
-        """``folder``: where the run's config is, which the command in a message names."""
-        at = run.progress
-        self._start = Progress(at.step, at.samples, at.skipped)
-        self._checked = at.step
+        progress = run.progress
+        self._start = Progress(progress.step, progress.samples, progress.skipped)
+        self._checked = progress.step
         self._config = folder / CONFIG_FILE
 
     def check(self, run: Run) -> None:
-        """Update ``run.progress.skipped``, once a step; report new skipped updates, or raise.
+        """Update ``run.progress.skipped`` and report new skipped updates. Reads the device once per step.
 
         Raises:
-            RunError: if as many updates in a row were not finite as ``train.on_non_finite`` allows. The
-                weights are those from before the first of them.
+            RunError: If more consecutive updates were skipped than ``train.on_non_finite`` allows. The
+                weights are those before the first skipped update.
         """
         if self._checked == run.step:
             return
@@ -305,24 +315,24 @@ class Health:
         step = self._start.step + health.first_bad_update + 1
         sample = self._start.samples + health.first_bad_update * batch
         what = "loss is" if health.bad_loss else "gradients are"
-        found = f"step {step} (samples {sample} to {sample + batch - 1}): the {what} not finite"
+        problem = f"step {step} (samples {sample} to {sample + batch - 1}): the {what} not finite"
         # On XLA the processes of a slice discover each other.
         ranks = 1 if run.backend.one_program else run.world_size
         remedy = f"to locate the cause: {launch.command(ranks, config=self._config, replay=step)}"
         if not health.halted:
-            run.call("skipped", new, f"{found}; {remedy}")
+            run.call("skipped", new, f"{problem}; {remedy}")
             return
         if health.halted > 1:
-            found += f", nor in the next {health.halted - 1} steps"
+            problem += f", nor in the next {health.halted - 1} steps"
         good = _find_last_good(run)
         raise RunError(
-            f"{found}; the update was skipped; last good checkpoint: "
+            f"{problem}; the update was skipped; last good checkpoint: "
             f"{good}; {remedy}; or lower "
             "train.learning_rate or train.max_grad_norm"
         )
 
     def check_state(self, run: Run) -> None:
-        """Check that no weight or optimizer value is infinite or NaN. All ranks call it before a save.
+        """Check that all weights and optimizer values are finite. Called on all ranks before a save.
 
         Finite gradients lead to such values if the learning rate is too large or ``train.eps`` too small.
 
