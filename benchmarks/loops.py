@@ -276,7 +276,7 @@ class PortableLoop:
         with _quiet():
             output = Output(folder, prepared.backend.rank)
             self._run = Run(prepared, restored, output.checkpoints(keep=None), folder)
-            self._reporter = Reporter(self._run, output, restored)
+            self._reporter = Reporter(self._run, output, restored, self._batches)
         self._run.callbacks = [self._reporter, _Ticks(self._clock)]
 
     def turn(self, steps: int) -> Turn:

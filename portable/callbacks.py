@@ -17,14 +17,13 @@ from portable.progress import Progress
 from portable.ranks import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from converters.storage.path_or_url import Place
     from portable.backend import Engine
-    from portable.batch import Batch
     from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
     from portable.progress import StepResult
@@ -84,6 +83,15 @@ class Callback:
 
     # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
 
+    def log_step(self, run: Run) -> None:
+        """Log the latest step."""
+
+    def evaluate_step(self, run: Run) -> None:
+        """Evaluate after the latest step."""
+
+    def save_step(self, run: Run) -> None:
+        """Save a checkpoint after the latest step."""
+
     def skipped(self, run: Run, count: int, message: str) -> None:
         """Handle skipped optimizer updates.
 
@@ -121,8 +129,6 @@ class Run:
         stopped: Whether a signal ends this launch after the latest step.
         result: Result of the latest step, on the device.
         callbacks: Callbacks, in the order in which they are called.
-        watch_batches: Function that wraps the batches of the training or of an evaluation in
-            :class:`~portable.run.batches.WatchedBatches`.
     """
 
     result: StepResult
@@ -147,7 +153,6 @@ class Run:
         self.first_step = restored.progress.step + 1
         self.stopped = False
         self.callbacks: Sequence[Callback] = ()
-        self.watch_batches: Callable[[Iterable[Batch]], Iterator[Batch]] = iter
         self.health = Health(self, folder)
         self.pending: dict[str, float | Tensor] = {}
         self.stopping = self.saving = False
@@ -231,11 +236,31 @@ class Run:
         return math.floor(self.samples / every + 1e-9) > math.floor(before / every + 1e-9)
 
     @property
-    def pauses(self) -> bool:
-        """Whether training waits for an evaluation or a save after the latest step."""
-        train, checkpoint = self.config.train, self.config.checkpoint
-        evaluates = self.due(train.eval_every, train.eval_every_epochs) and self.prepared.data.evals
-        return bool(evaluates) or self.due(checkpoint.every_steps, checkpoint.every_epochs)
+    def evaluation_is_due(self) -> bool:
+        """Whether the settings request an evaluation after the latest step."""
+        train = self.config.train
+        return bool(self.prepared.data.evals) and self.due(train.eval_every, train.eval_every_epochs)
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether the settings request a save after the latest step."""
+        return self.due(self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs)
+
+    def finish_step(self) -> None:
+        """Call the callbacks after a step, and have them log, evaluate and save if that is due.
+
+        Evaluations come before saves, because a checkpoint contains the best evaluations. A signal ends a
+        launch with a checkpoint, but without an evaluation.
+        """
+        self.call("on_step")
+        if self.last or self.logs(self.step):
+            self.call("log_step")
+        if self.step == self.until or (self.evaluation_is_due and not self.stopped):
+            self.call("evaluate_step")
+        stop, save = self.take_requests()
+        self.progress.ended = self.progress.ended or stop
+        if self.last or stop or save or self.save_is_due:
+            self.call("save_step")
 
     def call(self, method: str, *values: Any) -> None:
         """Call a method of every callback, in order."""

@@ -123,7 +123,7 @@ def steps(
 
 
 def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> bool:
-    """Train until step ``run.until``, invoking the run's callbacks after each step.
+    """Train until step ``run.until``, calling the run's callbacks after each step.
 
     Args:
         run: The run to train. Its ``result`` and ``stopped`` attributes are updated after each step.
@@ -135,18 +135,17 @@ def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> boo
     Returns:
         True if SIGTERM or SIGINT stopped the run early. The callbacks save a checkpoint in this case as well.
     """
-    run.call("on_start")
     signals.install()
-    batches = run.watch_batches(micro_batches)
-    requested = signals.is_requested
+    batches, requested = iter(micro_batches), signals.is_requested
     for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs, requested):
         run.result = result
         # A request of another rank arrives with the token count of the next step. Before an evaluation or a
         # save, the ranks exchange requests at once: an evaluation would use up the time that a scheduler
         # leaves between SIGTERM and SIGKILL, and the save would be followed by another one.
-        share = run.backend.any if run.pauses else run.backend.stop_requested
-        run.stopped = share(requested())
-        run.call("on_step")
+        pauses = run.evaluation_is_due or run.save_is_due
+        share = run.backend.any if pauses else run.backend.stop_requested
+        run.stopped = share(signals.requested)
+        run.finish_step()
         if run.stopped:
             break
     else:

@@ -15,7 +15,7 @@ from portable.engines.fsdp.saving import Saver
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.errors import require
 from portable.evaluation.totals import add_to_totals, build_zero_totals
-from portable.model.auxiliary_losses import AuxiliaryLosses
+from portable.model.auxiliary_losses import has_router_loss
 from portable.model.layers import transformer_layers
 from portable.model.loss import divide_by_global_weight, forward_loss
 from portable.optim.average import exchange
@@ -99,7 +99,7 @@ class XlaEngine:
                 layer.register_full_backward_hook(_barrier)
         apply_transforms(model, config, ExitStack())
         self.objective = build_objective(model, config)
-        if AuxiliaryLosses(model).include_router_loss:
+        if has_router_loss(model.config):
             _check_routers(segments, recomputed=self._recomputed)
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
