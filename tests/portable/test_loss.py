@@ -93,7 +93,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def loss_of(objective: Objective, model: nn.Module, batch: dict[str, Tensor], valid: Tensor) -> Tensor:
     output = forward_loss(model, batch, objective)
-    return divide_by_global_weight(output, valid, objective.global_batch_size).loss
+    return divide_by_global_weight(output, valid, objective.global_batch_size)[0]
 
 
 def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:

@@ -150,21 +150,20 @@ class XlaEngine:
             waits = {} if self._recomputed else batch
             waiting = {name: another(rows) for name, rows in waits.items() if name != "document_lengths"}
             output = forward_loss(self.model, {**batch, **waiting}, self.objective)
-            share = divide_by_global_weight(output, weight, self.objective.global_batch_size)
-            loss = share.loss
+            loss, sums = divide_by_global_weight(output, weight, self.objective.global_batch_size)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
             # Sorted: the graph is one, in whatever order a sample has its tensors.
             xla.barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
             loss.backward(start)
-            return share.detach()
+            return sums
 
         with self.graphs.recording():
-            sums: StepSums = self._with_compute_copies(run_passes)
+            step_sums: StepSums = self._with_compute_copies(run_passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
-            self.graphs.run("micro-batch", [sums.values, *(self._accumulated or {}).values()])
-        return sums
+            self.graphs.run("micro-batch", [step_sums.values, *(self._accumulated or {}).values()])
+        return step_sums
 
     def _add_gradients(self) -> None:
         """Add this micro-batch's gradients to those accumulated on the devices."""
