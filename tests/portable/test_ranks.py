@@ -63,7 +63,7 @@ def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
     assert ended.returncode == 1
     first, line = ended.stdout.splitlines()
     assert first == "standing still"
-    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:10\)", line)
+    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:9\)", line)
     stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
     assert "line 9 in a_step_that_never_ends" in stacks
 
