@@ -41,10 +41,11 @@ from benchmarks.loops import (
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.checkpoint.store import Checkpoints
 from portable.config import load_config
-from portable.loop import Progress, steps
+from portable.loop import steps
 from portable.model.parameters import state_tensors
 from portable.planner.memory_model import Setting as Sharding
 from portable.planner.this_machine import planner_here
+from portable.progress import Progress
 from portable.ranks.parent_death import die_with_parent
 from portable.registry import create_backend
 from portable.run.batches import train_loader

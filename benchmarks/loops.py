@@ -21,14 +21,14 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from portable.loop import Callback, StopSignals, train
+from portable.callbacks import Callback, Run
+from portable.loop import StopSignals, train
 from portable.model.build import AUTO_CLASSES
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import Output
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
-from portable.run.callbacks import Run
 from portable.run.restore import restore
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.run.stages import Prepared
 
@@ -276,7 +276,7 @@ class PortableLoop:
         with _quiet():
             output = Output(folder, prepared.backend.rank)
             self._run = Run(prepared, restored, output.checkpoints(keep=None), folder)
-            self._reporter = Reporter(self._run, output, restored)
+            self._reporter = Reporter(self._run, output, restored, self._batches)
         self._run.callbacks = [self._reporter, _Ticks(self._clock)]
 
     def turn(self, steps: int) -> Turn:

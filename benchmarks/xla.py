@@ -30,10 +30,10 @@ from benchmarks import harness
 from benchmarks.harness import Options, Result, check_losses, table
 from benchmarks.loops import Turn
 from benchmarks.machine import command_line, describe_machine, print_machine
-from portable.loop import Progress
 from portable.loop import steps as taken
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
+from portable.progress import Progress
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.backend import Backend, Batch
+    from portable.backend import Backend
+    from portable.batch import Batch
     from portable.run.stages import Prepared
 
 SAME_LOSS = 1e-6

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint
     from converters.integrity import Problem
     from converters.storage.path_or_url import Place
-    from converters.writers.conversion import Plan
+    from converters.writers.plan import Plan
 
 # Do not report files that are not copied for one of these reasons, because users expect it.
 _EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")

@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint, CheckpointError, Conversion, convert, open_checkpoint, write_checkpoint
     from portable.api import Result, plan, train
+    from portable.callbacks import Callback, Run
     from portable.command_line import load_config
     from portable.config import RunConfig
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
-    from portable.loop import Callback
     from portable.model.training_loss import Loss, Outputs
     from portable.optim.user_optimizer import MakesOptimizer
     from portable.planner.tables import Plan
-    from portable.run.callbacks import Run
 
 __all__ = [
     "Callback",

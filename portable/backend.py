@@ -18,26 +18,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch import Tensor, nn
 
     from converters import Checkpoint
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.model.loss import MetricAccumulator, Objective, StepSums
     from portable.model.tensors import ReadableTensor
     from portable.optim.non_finite import Health
-
-Batch = dict[str, torch.Tensor]
-"""Keyword arguments for ``model.forward`` plus the ``labels``: int64 tensors of shape ``[micro_batch,
-seq_len]``.
-
-The labels are already shifted, so they align with the logits, and are -100 wherever there is no target. A
-classifier's labels can also be float32, with NaN instead of -100.
-"""
 
 
 class SaveHandle(Protocol):

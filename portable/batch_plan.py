@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from portable.config.derived import largest_divisor
@@ -42,15 +42,22 @@ class BatchPlan:
     """Which part of each sequence this rank takes, of how many."""
     groups: int = 1
     """Devices of a rank, or groups of them that share sequences."""
+    accumulation_steps: int = field(init=False)
+    """Micro-batches of each rank in a step."""
+    first_of_rank: int = field(init=False)
+    """Position of this rank's first sequence in a global batch; 0 under ``one_program``."""
+
+    def __post_init__(self) -> None:
+        steps = accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
+        rank = 0 if self.one_program else self.rank
+        object.__setattr__(self, "accumulation_steps", steps)
+        first = first_of_rank(self.global_batch_size, rank, self.world_size)
+        object.__setattr__(self, "first_of_rank", first)
 
     @property
     def sequences_per_rank(self) -> int:
         """Sequences of the ranks that take most."""
         return -(-self.global_batch_size // self.world_size)
-
-    @property
-    def accumulation_steps(self) -> int:
-        return accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
     @property
     def padded_batch_size(self) -> int:
@@ -62,9 +69,7 @@ class BatchPlan:
 
         A resumed run repeats it, so no generator state is saved.
         """
-        rank = 0 if self.one_program else self.rank
-        first_of_ours = first_of_rank(self.global_batch_size, rank, self.world_size)
-        sample = first_sample + first_of_ours + micro_batch * self.micro_batch_size
+        sample = first_sample + self.first_of_rank + micro_batch * self.micro_batch_size
         part = f"/{self.part[0]}" if self.part[0] else ""
         digest = hashlib.blake2b(f"{self.seed}/{sample}{part}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1

@@ -12,135 +12,21 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.evaluation.best_tracker import EvalHistory
 from portable.model.loss import add_micro_batches
+from portable.progress import StepResult
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    from torch import Tensor
-
-    from converters.storage.path_or_url import Place
-    from portable.backend import Backend, Batch, Engine
+    from portable.backend import Backend, Engine
+    from portable.batch import Batch
     from portable.batch_plan import BatchPlan
-    from portable.run.callbacks import Run
+    from portable.callbacks import Run
+    from portable.progress import Progress
     from portable.run.stages import Prepared
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of an optimizer step.
-
-    The tensors stay on the device, so creating a result does not trigger a host-device sync.
-
-    Attributes:
-        loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
-        grad_norm: Global gradient norm before clipping, an fp32 scalar.
-        metrics: Values that are logged besides the loss, fp32 ``[metrics]``.
-        metric_names: Names of ``metrics``, for :meth:`portable.model.loss.Objective.name_metrics`.
-        learning_rate: Learning rate used for the step.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    metrics: Tensor
-    metric_names: tuple[str, ...] = ()
-    learning_rate: float = 0.0
-
-
-@dataclass
-class Progress:
-    """Progress of the run, saved in every checkpoint and restored on resume.
-
-    Attributes:
-        step: Number of optimizer steps taken so far.
-        samples: Number of samples consumed so far, which is also the position in the data.
-        skipped: Number of steps whose update was skipped, as of the last read from the device.
-        eval_history: Best evaluation results and the early-stopping counters.
-        ended: True if early stopping has ended the run.
-    """
-
-    step: int
-    samples: int
-    skipped: int = 0
-    eval_history: EvalHistory = field(default_factory=EvalHistory)
-    ended: bool = False
-
-
-class Callback:
-    """Base class of the hooks that the training loop calls between steps.
-
-    A run has an ordered list of callbacks, and every hook is invoked on each of them in that order. Hooks run
-    on all ranks, and an exception in any hook stops the run on all ranks.
-
-    A custom callback, listed in ``train.callbacks`` as ``my_package.my_module:MyCallback``, can implement any
-    of the ``on_*`` methods. It does not need to inherit from this class, and it must not modify the model.
-    Since :meth:`on_step` runs after every step, it must not read from the device: that would block the host
-    until the device has finished the step.
-
-    Example:
-        Print the loss every time it is logged::
-
-            class PrintLoss:
-                def on_log(self, run, values):
-                    print(run.step, values["loss"])
-    """
-
-    def on_start(self, run: Run) -> None:
-        """Handle the start of a launch, before its first step."""
-
-    def on_step(self, run: Run) -> None:
-        """Handle the end of a training step.
-
-        Reading from the device is only allowed if this step is also logged, evaluated, or saved.
-        """
-
-    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
-        """Handle the values logged for a step.
-
-        Args:
-            run: The current run.
-            values: Logged values, keyed by name: the loss, the gradient norm, the learning rate, and any
-                additional values logged by ``train.loss``.
-        """
-
-    def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
-        """Handle the results of an evaluation.
-
-        Args:
-            run: The current run.
-            values: Evaluation metrics, keyed by their names in ``metrics.jsonl``.
-        """
-
-    def on_save(self, run: Run) -> None:
-        """Handle the start of a save, when the trainer begins to write a checkpoint."""
-
-    def on_end(self, run: Run) -> None:
-        """Handle the end of a launch, before the final model is exported."""
-
-    # -- Internal hooks, which custom callbacks cannot implement -----------------------------------------
-
-    def skipped(self, run: Run, count: int, message: str) -> None:
-        """Handle skipped optimizer updates.
-
-        Args:
-            run: The current run.
-            count: Number of updates skipped since the previous call.
-            message: Description of the most recent streak of skipped updates.
-        """
-
-    def paused(self, run: Run, seconds: float) -> None:
-        """Handle a pause of ``seconds`` during which training waited for an evaluation or a save."""
-
-    def completed(self, run: Run, checkpoint: Place) -> None:
-        """Handle a completed checkpoint. Only called on rank 0."""
-
-    def close(self) -> None:
-        """Release resources at the end of a launch, even if the launch failed."""
 
 
 def train_step(
@@ -237,7 +123,7 @@ def steps(
 
 
 def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> bool:
-    """Train until step ``run.until``, invoking the run's callbacks after each step.
+    """Train until step ``run.until``, calling the run's callbacks after each step.
 
     Args:
         run: The run to train. Its ``result`` and ``stopped`` attributes are updated after each step.
@@ -249,18 +135,17 @@ def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> boo
     Returns:
         True if SIGTERM or SIGINT stopped the run early. The callbacks save a checkpoint in this case as well.
     """
-    run.call("on_start")
     signals.install()
-    batches = run.watch_batches(micro_batches)
-    requested = signals.is_requested
+    batches, requested = iter(micro_batches), signals.is_requested
     for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs, requested):
         run.result = result
         # A request of another rank arrives with the token count of the next step. Before an evaluation or a
         # save, the ranks exchange requests at once: an evaluation would use up the time that a scheduler
         # leaves between SIGTERM and SIGKILL, and the save would be followed by another one.
-        share = run.backend.any if run.pauses else run.backend.stop_requested
-        run.stopped = share(requested())
-        run.call("on_step")
+        pauses = run.evaluation_is_due or run.save_is_due
+        share = run.backend.any if pauses else run.backend.stop_requested
+        run.stopped = share(signals.requested)
+        run.finish_step()
         if run.stopped:
             break
     else:

@@ -12,12 +12,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from portable.backend import Batch
+from portable.batch import Batch
 from portable.config import RunConfig
 from portable.data.samples.loader import TrainLoader
-from portable.loop import StepResult, train_step
+from portable.loop import train_step
 from portable.model.loss import token_loss
 from portable.private.of_transformers import no_value_checks
+from portable.progress import StepResult
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader

@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -36,6 +36,7 @@ from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, join_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
+from converters.writers.plan import Part, Plan, PlannedFile, Trailer, count_bytes
 from converters.writers.writer_group import check_same_plan, compute_plan_digest, deal_files
 
 if TYPE_CHECKING:
@@ -79,90 +80,6 @@ class Choices:
     dtype: str = "keep"
     max_shard_size: int = 5_000_000_000
     optimizer: bool = False
-
-
-@dataclass(frozen=True)
-class Trailer:
-    """Bytes that follow a tensor in a file and depend on the CRC32 of the tensor's data.
-
-    Attributes:
-        nbytes: Size of the trailer in bytes.
-        compute: Function that takes the CRC32 of the tensor's data and returns the trailer.
-        late: Whether to write the trailer after all other parts of the plan, for example because it depends
-            on the CRC32 of several tensors.
-    """
-
-    nbytes: int
-    compute: Callable[[int], bytes]
-    late: bool = False
-
-
-Part = bytes | Entry | Trailer
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """File to write.
-
-    Attributes:
-        name: Path of the file, relative to the output folder.
-        parts: Contents of the file, as a sequence of literal bytes, tensors, and trailers.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Tensors in the file."""
-        return [part for part in self.parts if isinstance(part, Entry)]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file in bytes."""
-        return sum(map(_count_bytes, self.parts))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Complete output of a conversion.
-
-    Attributes:
-        files: Files that contain tensors.
-        documents: Contents of other small files to write, keyed by file name.
-        companions: Source paths of files to copy unchanged, keyed by the file name in the output.
-        reopen: Function that opens the written folder and returns its tensors, keyed by `Entry.name`. With
-            `--verify`, these tensors are compared with the source.
-        losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
-            `carry_out`.
-    """
-
-    files: tuple[PlannedFile, ...]
-    documents: Mapping[str, bytes]
-    companions: Mapping[str, Place]
-    reopen: Callable[[Place], Mapping[str, Tensor]]
-    losses: Losses = field(default_factory=Losses)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all output files."""
-        return {*(file.name for file in self.files), *self.documents, *self.companions}
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of the files that contain tensors, in bytes."""
-        return sum(file.nbytes for file in self.files)
-
-    @property
-    def buffer(self) -> int:
-        """Peak memory used for tensor data while the plan is carried out, in bytes."""
-        casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
-        return BLOCK_BYTES * (3 if casts else 1) * threads()
-
-
-def _count_bytes(part: Part) -> int:
-    """Return the size of a part in bytes."""
-    return len(part) if isinstance(part, bytes) else part.nbytes
 
 
 def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[Entry]:
@@ -650,7 +567,7 @@ def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, l
             yield piece_bytes, piece_parts
             piece_parts, piece_bytes = [], 0
         piece_parts.append(part)
-        piece_bytes += _count_bytes(part)
+        piece_bytes += count_bytes(part)
     yield piece_bytes, piece_parts
 
 

@@ -19,15 +19,13 @@ from converters.tensors.dtypes import TO_TORCH
 from converters.tensors.entry import Entry
 from converters.writers.conversion import (
     Choices,
-    Part,
-    Plan,
-    PlannedFile,
     model_entries,
     optimizer_entries,
     plain_groups,
     required_optimizer,
     shards,
 )
+from converters.writers.plan import Part, Plan, PlannedFile
 from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved, size_of
 
 if TYPE_CHECKING:

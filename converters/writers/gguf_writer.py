@@ -28,9 +28,10 @@ from converters.tensors.entry import Entry
 from converters.tensors.ggml import BLOCK, KINDS, ggml_blocks
 from converters.tensors.rearranged import joined, part, permuted, reshaped, selected, transposed
 from converters.tensors.tensor import Tensor
-from converters.writers.conversion import Part, Plan, PlannedFile, model_entries
+from converters.writers.conversion import model_entries
 from converters.writers.gguf_models import MODELS, settings_of
 from converters.writers.gguf_tokenizer import add_tokenizer
+from converters.writers.plan import Part, Plan, PlannedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

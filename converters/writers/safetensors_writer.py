@@ -26,8 +26,6 @@ from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
 from converters.writers.conversion import (
     Choices,
-    Plan,
-    PlannedFile,
     carry_out,
     model_entries,
     optimizer_entries,
@@ -35,6 +33,7 @@ from converters.writers.conversion import (
     required_optimizer,
     shards,
 )
+from converters.writers.plan import Plan, PlannedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
-    from converters.writers.conversion import Plan
+    from converters.writers.plan import Plan
 
 
 def planner(to: str) -> Callable[[Checkpoint, Choices], Plan]:

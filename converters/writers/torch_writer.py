@@ -16,13 +16,12 @@ from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import (
     Choices,
-    Plan,
-    PlannedFile,
     model_entries,
     optimizer_entries,
     plain_groups,
     required_optimizer,
 )
+from converters.writers.plan import Plan, PlannedFile
 from converters.writers.torchzip_writer import reopened, saved
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from converters.storage.folder import Folder
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
 from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor, row_major
-from converters.writers.conversion import Part, Trailer
+from converters.writers.plan import Part, Trailer
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping

@@ -22,14 +22,8 @@ from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.entry import Entry
 from converters.tensors.tensor import Tensor
-from converters.writers.conversion import (
-    Choices,
-    Plan,
-    PlannedFile,
-    model_entries,
-    plain_groups,
-    required_optimizer,
-)
+from converters.writers.conversion import Choices, model_entries, plain_groups, required_optimizer
+from converters.writers.plan import Plan, PlannedFile
 from converters.writers.torchzip_writer import reopened, saved, size_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.storage.path_or_url import Place
-    from converters.writers.conversion import Plan, PlannedFile
+    from converters.writers.plan import Plan, PlannedFile
 
 
 class WriterGroup(Protocol):

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters import Checkpoint
-    from portable.backend import Batch, SaveHandle
+    from portable.backend import SaveHandle
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.loss import MetricAccumulator, StepSums
@@ -231,11 +232,11 @@ class ZeroEngine:
         self._partitions.refresh()
         self._engine.set_gradient_accumulation_boundary(last)
         output = forward_loss(self._engine, batch, self.objective, with_token_metrics=with_token_metrics)
-        share = divide_by_global_weight(output, weight, self.objective.global_batch_size)
+        loss, sums = divide_by_global_weight(output, weight, self.objective.global_batch_size)
         # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
-        finite = torch.where(torch.isfinite(share.loss.detach()), 1.0, torch.nan)
-        self._engine.backward(share.loss * (finite * self._averaging), scale_wrt_gas=False)
-        return share.detach()
+        finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+        self._engine.backward(loss * (finite * self._averaging), scale_wrt_gas=False)
+        return sums
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         optimizer = self._engine.optimizer

@@ -6,7 +6,7 @@ files (see :mod:`converters.manifest`).
 
 On a shared disk, the ranks write to ``.step-000100.partial``, which rank 0 renames once all files are
 complete. A folder named after a step is therefore always a complete checkpoint, even if the run was killed.
-If the run is in an object store, each rank writes to a local folder that its mirror uploads, and a marker
+If the run is in an object store, each rank writes to a local folder that its publisher uploads, and a marker
 object that is uploaded last completes the checkpoint.
 """
 
@@ -52,8 +52,10 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from portable.backend import Backend, SaveHandle
     from portable.config import RunConfig
-    from portable.output.mirror import Mirror
+    from portable.output.publisher import Publisher
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's output folder."""
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
 _RETRY_SECONDS = 5.0
 """Time between attempts to write the last checkpoint of a run."""
@@ -160,9 +162,7 @@ class Checkpoints(Generic[P]):
         path: Folder or URL that contains the checkpoints.
         keep: Number of recent checkpoints to keep. None keeps all of them.
         rank: Rank of this process.
-        mirror: Uploads this rank's files. Required for saving if ``path`` is a URL.
-        outage_seconds: Time in seconds for which the object store may be unavailable before a failed save
-            stops the run.
+        publisher: Uploads this rank's files. Required for saving if ``path`` is a URL.
     """
 
     def __init__(
@@ -171,14 +171,13 @@ class Checkpoints(Generic[P]):
         *,
         keep: int | None = None,
         rank: int = 0,
-        mirror: Mirror | None = None,
-        outage_seconds: float = 0.0,
+        publisher: Publisher | None = None,
     ) -> None:
         self.path: P = path
         self._keep = keep
         self._rank = rank
-        self._mirror = mirror
-        self._on_all_ranks = _AllRanks(outage_seconds)
+        self._publisher = publisher
+        self._on_all_ranks = _AllRanks(0.0 if publisher is None else publisher.outage_seconds)
         self._to_delete: list[P] = []
         """Folders to delete: old checkpoints, and leftovers of failed saves in the object store."""
         self._pending: _Save[P] | None = None
@@ -281,7 +280,7 @@ class Checkpoints(Generic[P]):
             if self._rank == 0:
                 add_files(written)
                 state.write(written)
-            return manifest_entries(written) if self._mirror is not None or self._rank == 0 else {}
+            return manifest_entries(written) if self._publisher is not None or self._rank == 0 else {}
 
         def manifest(entries: Entries) -> str:
             return manifest_text(entries, step=state.step, run=state.run_digest)
@@ -386,53 +385,53 @@ class Checkpoints(Generic[P]):
 
         Must be called on all ranks and followed by a barrier, because ranks may share the folder.
         """
-        if self._mirror is not None:
+        if self._publisher is not None:
             # Create the process group here, because that is a collective and must not happen in a thread.
             self._on_all_ranks.group  # noqa: B018
-            written = self._mirror.shards / final.name
+            written = self._publisher.shards / final.name
         else:
             written = Path(str(self.path)) / f".{final.name}{PARTIAL}"
-        if self._mirror is not None or self._rank == 0:
+        if self._publisher is not None or self._rank == 0:
             shutil.rmtree(written, ignore_errors=True)
             written.mkdir(parents=True)
-        if self._mirror is None and self._rank == 0:
+        if self._publisher is None and self._rank == 0:
             sync_folder(written.parent.parent)
         return written
 
     def _complete(self, save: _Save[P]) -> None:
         """Complete a checkpoint. Called on every rank."""
-        if self._mirror is not None:
-            self._upload(save, self._mirror)
+        if self._publisher is not None:
+            self._upload(save, self._publisher)
         else:
             entries = save.entries
             if self._rank == 0:
-                _publish(save, entries)
+                _rename_to_final(save, entries)
         if self._rank == 0:
             self.on_complete(save.final)
             self._delete_old(save)
 
-    def _upload(self, save: _Save[P], mirror: Mirror) -> None:
+    def _upload(self, save: _Save[P], publisher: Publisher) -> None:
         """Upload the files of all ranks, then write the marker on rank 0.
 
         If this fails on any rank, all ranks raise.
         """
-        final = mirror.store / "checkpoints" / save.final.name
+        final = publisher.store / CHECKPOINTS / save.final.name
 
         def prepare_upload() -> Entries:
             entries_of_rank = save.entries
             if self._rank == 0:
                 _move_other_folder_away(save.final)
                 remove_folder(final)
-                mirror.begin(final)
+                publisher.begin_checkpoint(final)
             return entries_of_rank
 
         def upload() -> None:
-            mirror.send(save.written, final)
+            publisher.upload_checkpoint(save.written, final)
 
         def write_marker() -> None:
             if self._rank == 0:
                 (final / MANIFEST).write_bytes(save.manifest(entries).encode())
-                mirror.complete(final, step_of(final.name))
+                publisher.complete_checkpoint(final, step_of(final.name))
 
         entries: Entries = self._on_all_ranks(prepare_upload)
         self._on_all_ranks(upload)
@@ -452,7 +451,7 @@ class Checkpoints(Generic[P]):
             tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")
 
 
-def _publish(save: _Save[P], entries: Entries) -> None:
+def _rename_to_final(save: _Save[P], entries: Entries) -> None:
     """Sync all files to disk and rename the folder to its final name.
 
     If the run was resumed from an earlier step, this may replace a checkpoint of the same step.
@@ -559,7 +558,7 @@ def checkpoints_of(run: Place) -> Checkpoints[Any]:
     Args:
         run: Output folder of the run.
     """
-    return Checkpoints(run / "checkpoints")
+    return Checkpoints(run / CHECKPOINTS)
 
 
 def checkpoint_of(path: Place) -> Place:

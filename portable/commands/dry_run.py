@@ -28,12 +28,12 @@ from portable.planner.memory_model import Setting as Strategy
 from portable.planner.tables import Plan, hours_rows
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
-from portable.run.callbacks import callback_order
 from portable.run.evaluation import judge_of
 from portable.run.finish import EXPORTED_BYTES, build_export_rows, ranks_in_words
 from portable.run.length import SEQ_LEN, describe_length, describe_warmup
 from portable.run.prepare import notes_on
 from portable.run.resolve import first_plan, on_device
+from portable.run.user_callbacks import callback_order
 from portable.terminal import tell
 
 if TYPE_CHECKING:

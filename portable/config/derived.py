@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    # RunConfig calls this module to complete itself, so each of the two modules needs the other.
     from portable.config.run_config import RunConfig
     from portable.config.sections import TrainConfig
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.console import visible
-from portable.data.samples.base import IGNORED, sequence
+from portable.batch import IGNORED
+from portable.data.samples.base import sequence
 from portable.data.tokens.bounded_tokenizer import decode
 
 if TYPE_CHECKING:

@@ -23,21 +23,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch, Engine
+    from portable.backend import Engine
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.engines.machine import MeasuredEngine
-    from portable.engines.package import TorchPackage
+    from portable.engines.torch_device import TorchDevice
 
 _DEVICES_WITH_EVENTS = ("cuda", "xpu")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class TorchBackend:
-    """Ranks in one torch.distributed process group, on the devices of ``package``."""
+    """Ranks in one torch.distributed process group.
 
-    def __init__(self, package: TorchPackage) -> None:
-        self.name = package.name
-        self._package = package
+    Args:
+        kind: Kind of the ranks' devices.
+    """
+
+    def __init__(self, kind: TorchDevice) -> None:
+        self.name = kind.name
+        self._kind = kind
         self.one_program = False
         self._engine: MeasuredEngine | None = None
         self._at_stop = ExitStack()
@@ -49,11 +54,11 @@ class TorchBackend:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.device = package.open(self.local_rank, self.local_world_size)
-        self.diagnostics = package.diagnostics(self.device, self.rank, self.world_size)
+        self.device = kind.open(self.local_rank, self.local_world_size)
+        self.diagnostics = kind.diagnostics(self.device, self.rank, self.world_size)
 
     def start(self) -> None:
-        self._package.start(self.device)
+        self._kind.start(self.device)
         if self.world_size > 1:
             try:
                 with native_stdout_closed():
@@ -95,7 +100,7 @@ class TorchBackend:
     def fits(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
-        limit = self._package.memory_limit(self.device, self.world_size)
+        limit = self._kind.memory_limit(self.device, self.world_size)
         if limit is None:
             return None
         from portable.engines.memory_trial import fits
@@ -162,13 +167,13 @@ class TorchBackend:
         self.any(False)  # over the host, because dist.barrier would also wait for the GPU
 
     def memory(self) -> tuple[int, int]:
-        return self._package.memory(self.device)
+        return self._kind.memory(self.device)
 
     def shape_multiple(self, precision: str) -> int | None:
-        return self._package.shape_multiple(self.device, precision)
+        return self._kind.shape_multiple(self.device, precision)
 
     def peak_flops(self, precision: str) -> float | None:
-        return self._package.peak_flops(self.device, precision)
+        return self._kind.peak_flops(self.device, precision)
 
     def metrics(self) -> dict[str, float]:
         return {} if self._engine is None else self._engine.metrics()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from portable.config.derived import ZERO
 from portable.config.rules import is_zero
+from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, require
 from portable.registry import World, engine_part
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from portable.backend import Backend, Diagnostics
+    from portable.backend import Backend
     from portable.config import RunConfig
     from portable.config.rules import Problem
     from portable.planner.compiled_graph import Compiled
@@ -35,7 +36,7 @@ _RANKS_PER_CORE = 4
 
 
 @dataclass(frozen=True)
-class TorchPackage:
+class TorchPackage(TorchDevice):
     """A kind of device that torch.distributed links, one a rank: DDP and FSDP2 run on it, and maybe ZeRO.
 
     The record is all that the engines know of a device besides what ``torch.accelerator`` says of any. To add
@@ -139,46 +140,6 @@ class TorchPackage:
         from portable.engines.backend import TorchBackend
 
         return TorchBackend(self)
-
-    # -- in a rank ---------------------------------------------------------------------------------------
-
-    def open(self, local_rank: int, local_world_size: int) -> torch.device:
-        """The device of a rank.
-
-        Raises:
-            UserError: this machine has none for it.
-        """
-        raise NotImplementedError
-
-    def start(self, device: torch.device) -> None:
-        """Make ``device`` the current one, before the process group."""
-        import torch
-
-        torch.accelerator.set_device_index(device.index)
-
-    def diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
-        """What the device can tell for debugging."""
-        from portable.backend import Diagnostics
-
-        return Diagnostics()
-
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        """See :meth:`portable.backend.Backend.memory`."""
-        import torch
-
-        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
-
-    def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
-        """Makes allocations beyond what a run of ``world_size`` ranks may use raise; None: impossible."""
-        return None
-
-    def shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """See :meth:`portable.backend.Backend.shape_multiple`."""
-        return None
-
-    def peak_flops(self, device: torch.device, precision: str) -> float | None:
-        """See :meth:`portable.backend.Backend.peak_flops`."""
-        return None
 
 
 _FLASH = {

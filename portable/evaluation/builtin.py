@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.batch import IGNORED
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.best_tracker import MOST_CLASSES
 from portable.evaluation.metrics import LABELS, LOSS, MetricSet, divided, finite_exp, user_metric
-from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from portable.backend import Batch
+    from portable.batch import Batch
     from portable.evaluation.metrics import Metric, Totals
     from portable.model.training_loss import Outputs
 

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from portable.batch import IGNORED
 from portable.data.tokens.bounded_tokenizer import decode
-from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from portable.backend import Backend, Batch, Engine
+    from portable.backend import Backend, Engine
+    from portable.batch import Batch
     from portable.model.training_loss import Outputs
 
 _WORD = re.compile(r"[^\W_]+")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.backend import Backend, Batch, Engine
+    from portable.backend import Backend, Engine
+    from portable.batch import Batch
     from portable.evaluation.generation import TextMetrics
     from portable.model.training_loss import Outputs
 

@@ -15,16 +15,13 @@ from portable.config.origins import shown
 from portable.config.types import truth
 from portable.config.yaml_text import parse_value
 from portable.importing.deepspeed import read_clipping, read_nvme_path, read_offload_device
+from portable.importing.foreign_file import EMPTY, NoCounterpart, NoEffect, Settings
 from portable.importing.foreign_keys import (
-    EMPTY,
     Ignored,
     NeverFalse,
-    NoCounterpart,
-    NoEffect,
     Presets,
     Refused,
     Setting,
-    Settings,
     Several,
     WithoutCounterpart,
     Words,
@@ -36,8 +33,7 @@ from portable.importing.foreign_keys import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.importing.foreign_file import ForeignFile, Path
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignFile, ForeignKeys, Path
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """In the order of Accelerate's numbers, from 1."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import shown
-from portable.importing.foreign_file import Difference
+from portable.importing.foreign_file import Difference, NoCounterpart, is_off
 from portable.importing.foreign_keys import (
     Companion,
     Ignored,
-    NoCounterpart,
     Presets,
     Refused,
     Setting,
     Several,
     Switch,
     Words,
-    is_off,
 )
 from portable.importing.trainer_conversions import (
     AUTOMATIC,
@@ -46,8 +44,7 @@ from portable.importing.words import word_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignFile, ForeignKeys
 
 PAIR_LOSSES = ("dpo", "ipo", "orpo", "simpo")
 FORMATS = {"completion": "text", "pretrain": "text", "None": "auto"}

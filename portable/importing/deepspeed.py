@@ -16,25 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 from converters.similar_names import suggest_name
 from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
-from portable.importing.foreign_keys import (
-    ForeignKey,
-    Ignored,
-    NeverFalse,
-    NoCounterpart,
-    NoEffect,
-    Refused,
-    Setting,
-    Settings,
-    Several,
-    Words,
-    choose,
-)
+from portable.importing.foreign_file import ForeignKey, NoCounterpart, NoEffect, Settings
+from portable.importing.foreign_keys import Ignored, NeverFalse, Refused, Setting, Several, Words, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import Convert, ForeignKeys
+    from portable.importing.foreign_file import ForeignFile, ForeignKeys
+    from portable.importing.foreign_keys import Convert
 
 AUTO = "auto"
 RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")

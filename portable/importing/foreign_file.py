@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +10,79 @@ from converters.similar_names import find_similar
 from portable.config.origins import Origin, shown
 from portable.config.types import truth
 from portable.errors import UserError, one_line
-from portable.importing.foreign_keys import ForeignKey, ForeignKeys, NoCounterpart, NoEffect, is_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Path = tuple[str, ...]
+Settings = Mapping[str, Any]
+"""Values by dotted key of the config of a run."""
+EMPTY: tuple[Any, ...] = (None, "", {}, [])
+
+
+class NoEffect(Exception):  # noqa: N818  (not an error)
+    """A value has no effect here. The text gives the reason."""
+
+
+class NoCounterpart(ValueError):  # noqa: N818
+    """A value cannot be expressed here. The text ends with advice."""
+
+
+def is_off(value: Any) -> bool:
+    """Return whether ``value`` is null, false or empty. Zero is a value."""
+    return value is False or value in EMPTY
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignKey:
+    """Conversion of the values of one key of another program.
+
+    One rule holds for all programs: null, false and empty values mean nothing, and so do the values in
+    ``unless``.
+
+    Attributes:
+        unless: Further values that mean nothing, such as the default of the program.
+        reads_every_value: Whether :meth:`convert` also gets null, false and empty values.
+        hint: Advice for messages about this name as a key of a run's config. Empty if the target is enough.
+    """
+
+    unless: Sequence[Any] = ()
+    reads_every_value: bool = False
+    hint: str = ""
+
+    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+        """Return whether ``value`` leaves everything as it is."""
+        silent = (*self.unless, *file.program.unset)
+        if value in silent or truth(value) in silent or str(value) in map(str, silent):
+            return True
+        return not self.reads_every_value and is_off(value)
+
+    def convert(self, value: Any, file: ForeignFile) -> Settings:
+        """Convert a value that means something to settings.
+
+        Raises:
+            NoEffect: If the value has no effect here.
+            NoCounterpart: If the value is refused.
+        """
+        raise NotImplementedError
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The settings that values may become."""
+        return ()
+
+    @property
+    def remedy(self) -> str:
+        """Replacement for this name in a run's config: a setting, or a sentence."""
+        return self.hint or ", ".join(self.targets)
+
+    @property
+    def summary(self) -> str:
+        """Text about the key in docs/wild.md; empty if the key has no effect and needs no replacement."""
+        return self.remedy
+
+
+ForeignKeys = Mapping[str, ForeignKey]
 
 
 @dataclass

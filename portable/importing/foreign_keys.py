@@ -13,34 +13,23 @@ ends in a star is for all keys that begin like it and have no entry of their own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portable.config.origins import shown
 from portable.config.types import truth
+from portable.importing.foreign_file import (
+    ForeignFile,
+    ForeignKey,
+    NoCounterpart,
+    NoEffect,
+    Settings,
+    is_off,
+)
 
-if TYPE_CHECKING:
-    from portable.importing.foreign_file import ForeignFile
-
-Settings = Mapping[str, Any]
-"""Values by dotted key of the config of a run."""
 Convert = Callable[[Any, "ForeignFile"], Any]
 """Converts the value of a key, given the other values of its file. None leaves the setting out."""
-EMPTY: tuple[Any, ...] = (None, "", {}, [])
-
-
-class NoEffect(Exception):  # noqa: N818  (not an error)
-    """A value has no effect here. The text gives the reason."""
-
-
-class NoCounterpart(ValueError):  # noqa: N818
-    """A value cannot be expressed here. The text ends with advice."""
-
-
-def is_off(value: Any) -> bool:
-    """Return whether ``value`` is null, false or empty. Zero is a value."""
-    return value is False or value in EMPTY
 
 
 def read_value(value: Any, _: ForeignFile) -> Any:
@@ -87,58 +76,6 @@ def find_word(value: Any, words: Mapping[str, Any]) -> str | None:
         if text in by_upper_case:
             return by_upper_case[text]
     return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignKey:
-    """Conversion of the values of one key of another program.
-
-    One rule holds for all programs: null, false and empty values mean nothing, and so do the values in
-    ``unless``.
-
-    Attributes:
-        unless: Further values that mean nothing, such as the default of the program.
-        reads_every_value: Whether :meth:`convert` also gets null, false and empty values.
-        hint: Advice for messages about this name as a key of a run's config. Empty if the target is enough.
-    """
-
-    unless: Sequence[Any] = ()
-    reads_every_value: bool = False
-    hint: str = ""
-
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is."""
-        silent = (*self.unless, *file.program.unset)
-        if value in silent or truth(value) in silent or str(value) in map(str, silent):
-            return True
-        return not self.reads_every_value and is_off(value)
-
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
-        """Convert a value that means something to settings.
-
-        Raises:
-            NoEffect: If the value has no effect here.
-            NoCounterpart: If the value is refused.
-        """
-        raise NotImplementedError
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """The settings that values may become."""
-        return ()
-
-    @property
-    def remedy(self) -> str:
-        """Replacement for this name in a run's config: a setting, or a sentence."""
-        return self.hint or ", ".join(self.targets)
-
-    @property
-    def summary(self) -> str:
-        """Text about the key in docs/wild.md; empty if the key has no effect and needs no replacement."""
-        return self.remedy
-
-
-ForeignKeys = Mapping[str, ForeignKey]
 
 
 @dataclass(frozen=True)

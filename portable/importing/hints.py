@@ -16,7 +16,7 @@ from portable.importing.words import WORDS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.importing.foreign_keys import ForeignKey
+    from portable.importing.foreign_file import ForeignKey
 
 
 def _find_program(values: Mapping[str, object]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import shown
+from portable.importing.foreign_file import NoCounterpart
 from portable.importing.foreign_keys import (
     Companion,
     Ignored,
-    NoCounterpart,
     Presets,
     Refused,
     Setting,
@@ -40,8 +40,7 @@ from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
 from portable.importing.words import word_of
 
 if TYPE_CHECKING:
-    from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignFile, ForeignKeys
 
 
 def read_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import shown
 from portable.importing import trl
-from portable.importing.foreign_file import Difference
+from portable.importing.foreign_file import Difference, NoCounterpart
 from portable.importing.foreign_keys import (
     Companion,
     Ignored,
-    NoCounterpart,
     Presets,
     Refused,
     Setting,
@@ -40,8 +39,7 @@ from portable.importing.trainer_conversions import (
 from portable.importing.words import word_of
 
 if TYPE_CHECKING:
-    from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignFile, ForeignKeys
 
 SET_PATTERN = "set train.frozen or train.trainable to a pattern of the names that begin like this"
 CUSTOM_CODE = "custom code is named by its import path, package.module:name; leave it out"

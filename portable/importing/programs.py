@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from portable.config.yaml_text import Document
-    from portable.importing.foreign_file import Path
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignKeys, Path
 
 TRAINER_KEYS: ForeignKeys = {**axolotl.KEYS, **llama_factory.KEYS, **trl.KEYS, **trl.FSDP_KEYS}
 """Keys of the Trainer and of the programs that are built on it.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from portable.importing import accelerate, axolotl, deepspeed, llama_factory, ms_swift, torchtune, trl
 
 if TYPE_CHECKING:
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignKeys
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "wild.md"
 """The page. The text above each table is written there."""

@@ -6,17 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import shown
 from portable.importing import axolotl, llama_factory, trl
-from portable.importing.foreign_file import Difference
-from portable.importing.foreign_keys import (
-    Companion,
-    Ignored,
-    NoCounterpart,
-    Presets,
-    Refused,
-    Setting,
-    Several,
-    Words,
-)
+from portable.importing.foreign_file import Difference, NoCounterpart
+from portable.importing.foreign_keys import Companion, Ignored, Presets, Refused, Setting, Several, Words
 from portable.importing.trainer_conversions import (
     NO_REWARDS,
     SET_EVAL,
@@ -27,8 +18,7 @@ from portable.importing.trainer_conversions import (
 from portable.importing.words import read_word
 
 if TYPE_CHECKING:
-    from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignFile, ForeignKeys
 
 DATASETS: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"source": "tatsu-lab/alpaca", "format": "alpaca"},

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import Origin, shown
 from portable.config.types import truth
-from portable.importing.foreign_file import ForeignFile, Program
-from portable.importing.foreign_keys import NoCounterpart, NoEffect, split_names
+from portable.importing.foreign_file import ForeignFile, NoCounterpart, NoEffect, Program
+from portable.importing.foreign_keys import split_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portable.importing.foreign_keys import ForeignKeys
+    from portable.importing.foreign_file import ForeignKeys
 
 SET_EVAL = "set data.eval, such as {source: test.jsonl}; data.eval_fraction holds some out"
 SET_EVAL_EVERY = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"

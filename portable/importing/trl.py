@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 from portable.config.origins import shown
 from portable.config.types import truth
 from portable.importing import accelerate
-from portable.importing.foreign_file import Difference
+from portable.importing.foreign_file import Difference, NoCounterpart, is_off
 from portable.importing.foreign_keys import (
     Companion,
     Ignored,
-    NoCounterpart,
     Presets,
     Refused,
     Setting,
     Several,
     Switch,
     Words,
-    is_off,
 )
 from portable.importing.trainer_conversions import (
     AUTOMATIC,
@@ -48,8 +46,8 @@ from portable.importing.trainer_conversions import (
 from portable.importing.words import word_of
 
 if TYPE_CHECKING:
-    from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import Convert, ForeignKey, ForeignKeys
+    from portable.importing.foreign_file import ForeignFile, ForeignKey, ForeignKeys
+    from portable.importing.foreign_keys import Convert
 
 SET_FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 SCRIPT_ARGUMENTS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.types import truth
-from portable.importing.foreign_keys import is_off
+from portable.importing.foreign_file import is_off
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile

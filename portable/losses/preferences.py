@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn import functional
 
+from portable.batch import IGNORED
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch
+    from portable.batch import Batch
     from portable.model.training_loss import LossValue, Outputs, Statistic
 
-IGNORED = -100
 REFERENCE = "reference_log_probs"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import functional
@@ -37,18 +37,21 @@ class AuxiliaryLosses:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = cast("Any", model)
         config: Any = model.config
         forward = inspect.signature(model.forward).parameters
         names = inspect.unwrap(type(model).forward).__code__.co_names
         # Nearly all models with auxiliary losses call `self.loss_function`. A few compute it inline.
         self._calls_loss_function = "loss_function" in names
-        self.include_router_loss = bool(getattr(config.get_text_config(), "output_router_logits", False))
-        """Whether the model's config requests the router loss."""
+        self._has_router_loss = has_router_loss(config)
         self._arguments: dict[str, Any] = {}
-        if self.include_router_loss and "output_router_logits" in forward:
+        if self._has_router_loss and "output_router_logits" in forward:
             self._arguments = {"output_router_logits": True}  # some models ignore their config here
         self._possible = (self._calls_loss_function or bool(self._arguments)) and "labels" in forward
+        self._zero: Tensor | None = None
+        if self._possible and self._calls_loss_function:
+            self._own_loss_function = self._model.loss_function
+            self._model.loss_function = self._compute_cross_entropy
 
     def compute(
         self, forward: Callable[..., Any], inputs: Mapping[str, Tensor], labels: Tensor
@@ -66,25 +69,29 @@ class AuxiliaryLosses:
         if not self._possible:
             return forward(**inputs), None
         zero = torch.zeros((), device=labels.device)
-        replaced = (
-            of_transformers.loss_function(self._model, lambda *_, **__: zero)
-            if self._calls_loss_function
-            else _CrossEntropyIs(zero)
-        )
-        with replaced, self._excluding_padding(inputs):
-            output = forward(**inputs, labels=labels, **self._arguments)
+        self._zero = zero
+        replaced = nullcontext() if self._calls_loss_function else _CrossEntropyIs(zero)
+        try:
+            with replaced, self._excluding_padding(inputs):
+                output = forward(**inputs, labels=labels, **self._arguments)
+        finally:
+            self._zero = None
         loss: Tensor | None = output.loss
         # Most models add nothing, not even in place. Without the addition of 0, the step is faster.
         if loss is None or (loss is zero and of_torch.changes(loss) == 0):
             return output, None
         return output, loss.float()
 
+    def _compute_cross_entropy(self, *arguments: Any, **keywords: Any) -> Any:
+        """Compute the cross-entropy of the model: 0 during :meth:`compute`, otherwise as before."""
+        return self._own_loss_function(*arguments, **keywords) if self._zero is None else self._zero
+
     def _excluding_padding(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which the router loss excludes the padding of packed documents.
 
         transformers includes it.
         """
-        if not self.include_router_loss or "document_lengths" not in inputs:
+        if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
         functions = of_transformers.module_of(self._model)
         if ROUTER_LOSS not in functions:
@@ -126,6 +133,11 @@ class _CrossEntropyIs(TorchFunctionMode):
 _ROUTER_LOSS = "output_router_logits"
 
 
+def has_router_loss(config: PretrainedConfig) -> bool:
+    """Return whether the config of a model requests the router loss."""
+    return bool(getattr(config.get_text_config(), _ROUTER_LOSS, False))
+
+
 def adds_router_loss(config: PretrainedConfig, settings: ModelConfig) -> bool:
     """Return whether a pretrained mixture of experts gets its router loss by default, as in TRL."""
     text = config.get_text_config()
@@ -144,7 +156,5 @@ def counts_last_tokens(config: PretrainedConfig, settings: ModelConfig) -> bool:
         config: The transformers config of the model.
         settings: The ``model`` section of the run.
     """
-    routed = bool(getattr(config.get_text_config(), _ROUTER_LOSS, False)) or adds_router_loss(
-        config, settings
-    )
+    routed = has_router_loss(config) or adds_router_loss(config, settings)
     return settings.task == "causal-lm" and (routed or has_length_dependent_rotations(config))

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from portable.batch import IGNORED
 from portable.errors import require
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.layers import trial_forward
 from portable.model.parameters import adapted
-from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

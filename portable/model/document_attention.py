@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from portable.batch import PART_POSITIONS, TEXT_TOKENS
 from portable.config.derived import derived
-from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
 from portable.model.layers import trial_forward

@@ -24,21 +24,21 @@ import torch
 from torch.nn import functional
 
 from portable import plugins
-from portable.data.samples.base import PART_POSITIONS, TEXT_TOKENS
+from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS
 from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.document_attention import keep_documents_apart
 from portable.model.forward import ForwardWrapper
 from portable.model.parameters import adapted
 from portable.model.rotations import rotate_by_text
-from portable.model.training_loss import IGNORED, LOGITS, STATISTICS, Outputs
+from portable.model.training_loss import LOGITS, STATISTICS, Outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from portable.data.samples.base import Batch
+    from portable.batch import Batch
     from portable.model.chunked_loss import ChunkedHead
     from portable.model.forward import Model
     from portable.model.training_loss import TrainingLoss
@@ -102,26 +102,6 @@ class LossOutput:
 
 
 @dataclass(frozen=True)
-class LossShare:
-    """Contribution of one micro-batch to the mean loss of the global batch.
-
-    Attributes:
-        loss: Contribution to the loss, an fp32 scalar with a gradient.
-        metrics: Contributions to the logged values, fp32 ``[metrics]``; None if there are none.
-        names: Names of the logged values.
-    """
-
-    loss: Tensor
-    metrics: Tensor | None
-    names: tuple[str, ...]
-
-    def detach(self) -> StepSums:
-        """Return the contributions without a gradient."""
-        loss = self.loss.detach()[None]
-        return StepSums(loss if self.metrics is None else torch.cat([loss, self.metrics]), self.names)
-
-
-@dataclass(frozen=True)
 class StepSums:
     """Contributions of a micro-batch as one tensor, which is added up over micro-batches and ranks.
 
@@ -154,7 +134,9 @@ RETURNED_WEIGHT = "returned weight"
 """Name under which a step adds up the weights that a custom loss returns."""
 
 
-def divide_by_global_weight(output: LossOutput, weight: Tensor, global_batch_size: int) -> LossShare:
+def divide_by_global_weight(
+    output: LossOutput, weight: Tensor, global_batch_size: int
+) -> tuple[Tensor, StepSums]:
     """Divide a micro-batch's summed loss by the weight of the global batch, and add the auxiliary losses.
 
     Args:
@@ -164,18 +146,21 @@ def divide_by_global_weight(output: LossOutput, weight: Tensor, global_batch_siz
         global_batch_size: Sequences in an optimizer step, over all ranks.
 
     Returns:
-        The contribution of the micro-batch. The contributions of all micro-batches and ranks add up to the
-        loss and the logged values of the step.
+        The contribution of the micro-batch to the mean loss of the global batch, an fp32 scalar with a
+        gradient; and the same contribution without a gradient, together with the logged values. The
+        contributions of all micro-batches and ranks add up to the loss and the logged values of the step.
     """
     divisor = torch.where(weight > 0, weight, 1).float()
     loss = output.loss_sum / divisor
     if output.auxiliary_loss is not None:
         loss = loss + output.auxiliary_loss * (output.sequences / global_batch_size)
+    values = loss.detach()[None]
     metrics = dict(output.metrics)
     if output.weight is not None:
         metrics[RETURNED_WEIGHT] = output.weight
-    values = torch.stack(list(metrics.values())) / divisor if metrics else None
-    return LossShare(loss, values, tuple(metrics))
+    if metrics:
+        values = torch.cat([values, torch.stack(list(metrics.values())) / divisor])
+    return loss, StepSums(values, tuple(metrics))
 
 
 # -- the forward method of a model in training -------------------------------------------------------------

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.data.samples.base import SOURCE
+from portable.batch import IGNORED, SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from portable.data.samples.base import Batch
+    from portable.batch import Batch
 
-_IGNORED = -100
 LOSS, SHARE = "loss/", "share/"
 """Prefixes of the mean cross-entropy of a source in a step, and of its share of the step's labels."""
 
@@ -47,7 +46,7 @@ class LossBySource:
         rows = batch[SOURCE].view(-1, *(1,) * (labels.dim() - 1))
         sums: dict[str, Tensor] = {}
         for number, source in enumerate(self._sources):
-            is_of_source = (labels != _IGNORED) & (rows == number)
+            is_of_source = (labels != IGNORED) & (rows == number)
             sums[SHARE + source] = is_of_source.sum()
             if self._with_losses:
                 assert log_probs is not None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.data.samples.base import TEXT_TOKENS, count_text_tokens
+from portable.batch import TEXT_TOKENS
+from portable.data.samples.base import count_text_tokens
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
 from portable.private.of_transformers import RotaryLayer, list_rope_types

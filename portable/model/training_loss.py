@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from portable import plugins
+from portable.batch import IGNORED
 from portable.config.sources import training_names
 from portable.errors import UserError, one_line
 from portable.model.loss_by_source import LossBySource
@@ -24,10 +25,9 @@ from portable.private import of_torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from portable.batch import Batch
     from portable.config import RunConfig
-    from portable.data.samples.base import Batch
 
-IGNORED = -100
 _MOST_LOGITS = 2**26
 Statistic = Literal["log_probs", "log_z", "mean_logits"]
 STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_without_links
 from converters.writers.replace_folder import recover
-from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.store import CHECKPOINTS, Checkpoints
 from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, FINAL, place_of
 
@@ -23,62 +23,77 @@ if TYPE_CHECKING:
 
     from converters.storage.path_or_url import Place
     from portable.config import RunConfig
+    from portable.output.publisher import Publisher
 
 
 def open_output(config: RunConfig, rank: int = 0) -> Output:
     """Return the output that ``output_dir`` names.
 
+    Args:
+        config: Config of the run.
+        rank: Rank of this process.
+
     Raises:
-        UserError: if it cannot be used.
+        UserError: If ``output_dir`` cannot be used.
     """
     place = place_of("output_dir", config.output_dir)
     if not in_store(place):
         return Output(place, rank)
-    from portable.output.mirror import Mirror  # a run on a disk does without
+    from portable.output.publisher import Publisher  # a run on a disk does not need it
 
     checkpoint = config.checkpoint
-    return Mirror(place, rank, checkpoint.staging_dir, outage_seconds=60 * checkpoint.max_outage_minutes)
+    publisher = Publisher(
+        place, rank, checkpoint.staging_dir, outage_seconds=60 * checkpoint.max_outage_minutes
+    )
+    return Output(place, rank, publisher)
 
 
 class Output:
-    """A local output folder, which all ranks share; see :class:`~portable.output.mirror.Mirror` for a URL.
+    """Output of a run: a local folder, its checkpoints, and the publisher that uploads them, if any.
+
+    Without a publisher, all ranks share the folder that ``output_dir`` names. If ``output_dir`` is a URL,
+    each rank has a local folder, and its :class:`~portable.output.publisher.Publisher` uploads the files.
 
     Args:
-        place: the path of ``output_dir``.
-        rank: of this process.
+        place: Path or URL that ``output_dir`` names.
+        rank: Rank of this process.
+        publisher: Publisher of this rank. Required if ``place`` is a URL.
 
     Attributes:
-        work: the local folder for this process's files. They appear at ``place`` under the same names, at
-            once if it is the same folder, else at :meth:`publish`.
-        scratch: a local folder for temporary files, which are not published. It may not exist.
-        agreed: the part of ``output_dir`` that must be equal on all ranks. Empty for a local folder: a shared
-            folder may have another path on each rank.
+        work: Local folder for the files of this process. They appear at ``place`` under the same names.
+        scratch: Local folder for temporary files, which are not published. It may not exist.
+        agreed: Part of ``output_dir`` that must be equal on all ranks. Empty for a local folder, because a
+            shared folder may have another path on each rank.
     """
 
-    place: Place
-    agreed = ""
-
-    def __init__(self, place: Path, rank: int) -> None:
-        self.place = self.work = place
-        self.scratch = place / ".scratch"
+    def __init__(self, place: Place, rank: int, publisher: Publisher | None = None) -> None:
+        self.place = place
         self.rank = rank
+        self._publisher = publisher
+        if publisher is not None:
+            self.work, self.scratch, self.agreed = publisher.work, publisher.scratch, str(place)
+        else:
+            assert not in_store(place)
+            self.work, self.scratch, self.agreed = place, place / ".scratch", ""
 
     def check_writable(self) -> None:
-        """Check early that a store is writable. Of a folder, taking the lock checks it."""
+        """Check early that a URL is writable. A folder is checked when its lock is taken."""
+        if self._publisher is not None:
+            self._publisher.check_writable()
 
-    def held(self) -> AbstractContextManager[object]:
+    def lock(self) -> AbstractContextManager[object]:
         """Lock ``place`` against other runs. Called on rank 0."""
-        return self._locked()
+        return self._lock_folder() if self._publisher is None else self._publisher.build_lease()
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        new = not self.work.exists()
+    def _lock_folder(self) -> Iterator[None]:
+        is_new = not self.work.exists()
         with locked(self.work):
             recover(self.work / FINAL)
             try:
                 yield
             except UserError:
-                if new and not (self.work / CONFIG_FILE).exists():
+                if is_new and not (self.work / CONFIG_FILE).exists():
                     shutil.rmtree(self.work, ignore_errors=True)  # the run was refused: leave no empty folder
                 raise
 
@@ -86,29 +101,42 @@ class Output:
         """Prepare ``work`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
 
         Args:
-            shard_bytes: estimates the size of this rank's shards of a checkpoint.
+            shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
         """
+        if self._publisher is not None:
+            self._publisher.open(shard_bytes)
 
     def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
-        """The run's checkpoints, writable by this rank."""
-        return Checkpoints(self.place / "checkpoints", keep=keep, rank=self.rank)
+        """Return the checkpoints of the run, which this rank can write.
+
+        Args:
+            keep: Number of recent checkpoints to keep. None keeps all of them.
+        """
+        place = self.place if self._publisher is None else self._publisher.store
+        return Checkpoints(place / CHECKPOINTS, keep=keep, rank=self.rank, publisher=self._publisher)
 
     def publish(self) -> None:
-        """Copy this process's new files from ``work`` to ``place``.
+        """Upload the new files of this process to ``place``.
 
         Raises:
-            RunError: if it fails.
+            RunError: If the upload failed.
         """
+        if self._publisher is not None:
+            self._publisher.publish()
 
     def publish_soon(self, *, at_once: bool = False) -> None:
         """Publish in the background, without raising errors.
 
         Args:
-            at_once: start now, rather than some time after the last call.
+            at_once: Whether to start now, and not some time after the last call.
         """
+        if self._publisher is not None:
+            self._publisher.publish_soon(at_once=at_once)
 
     def close(self) -> None:
         """Publish the last files and clean up. Never raises."""
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 LOCK_FILE = ".lock"

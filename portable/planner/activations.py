@@ -34,7 +34,7 @@ from portable.private import of_torch
 from portable.private.of_transformers import no_value_checks
 
 if TYPE_CHECKING:
-    from portable.backend import Batch
+    from portable.batch import Batch
     from portable.model.chunked_loss import ChunkedHead
     from portable.planner.passes import Request
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,8 +60,8 @@ storage_prefix = _torch.function(
 """Beginning of the names of the files that DCP's writer creates for a plan."""
 storage_id = _torch.attribute("_cdata", "checkpoints and portable-plan")
 """A number that is the same for all Python objects of one storage."""
-changes = _torch.attribute("_version", "train.loss and train.callbacks")
-"""What rises with each change of a tensor in place. A host number: no sync."""
+changes: Callable[[Tensor], int] = attrgetter("_version")
+"""Number of in-place changes of a tensor, without a host-device sync. A C function, as steps call it."""
 
 
 @_torch.needed_for("xla.scan_layers")

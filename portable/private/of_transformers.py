@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,12 @@ def no_value_checks() -> AbstractContextManager[None]:
     Here, every mask that is given is used. :mod:`portable.model.document_attention` says where the documents
     of a packed sample are.
     """
-    return _replaced(find_packed_sequence_indices=_none, is_tracing=_always)
+    return _replaced(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
 
 
 def no_packed_sequences() -> AbstractContextManager[None]:
     """Return a context in which transformers does not look for packed sequences."""
-    return _replaced(find_packed_sequence_indices=_none)
+    return _replaced(find_packed_sequence_indices=lambda _: None)
 
 
 @contextmanager
@@ -55,6 +56,7 @@ def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
             setattr(module, name, function)
 
 
+@cache
 @_transformers.needed_for("training")
 def _find_masking_module() -> Any:
     """Import ``transformers.masking_utils``, and check that it has the functions that are replaced."""
@@ -63,15 +65,6 @@ def _find_masking_module() -> Any:
     module: Any = masking_utils
     _ = module.find_packed_sequence_indices, module.is_tracing
     return module
-
-
-def _none(position_ids: Any) -> None:
-    """No packed sequences."""
-
-
-def _always(tensor: Any = None) -> bool:
-    """Values must not be read."""
-    return True
 
 
 attention_kernel = _transformers.attribute("_attn_implementation", "model.attention")
@@ -315,20 +308,6 @@ def kept_in_fp32(model: PreTrainedModel, *, fp16: bool) -> set[str]:
 
 revision = _transformers.attribute("_commit_hash", "adapter", None)
 """The hub's commit that a config was loaded from; None for a folder."""
-
-
-@contextmanager
-def loss_function(model: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Within this context, ``model`` computes its loss of labels by ``function``."""
-    attributes = model.__dict__  # `loss_function` is a property over this attribute
-    own = attributes.get("_loss_function")
-    attributes["_loss_function"] = function
-    try:
-        yield
-    finally:
-        attributes.pop("_loss_function")
-        if own is not None:
-            attributes["_loss_function"] = own
 
 
 def recompute_by(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from converters.storage.safe_open import open_without_links
 
@@ -29,15 +29,59 @@ EXIT_CODE = 1
 _OURS = Path(__file__).parents[2]
 
 
+class CountedBatches(Protocol):
+    """Iterator of batches that a watchdog observes from its thread."""
+
+    count: int
+    """Number of batches returned so far."""
+    has_ended: bool
+    """Whether the last batch has been returned."""
+
+
+class _Watched:
+    """State of the observation of an iterator.
+
+    Args:
+        batches: The iterator.
+    """
+
+    def __init__(self, batches: CountedBatches) -> None:
+        self._batches = batches
+        self._first = self._count = batches.count
+        self._is_resting = False
+        self.moved = time.monotonic()
+        """Time of the last progress."""
+
+    @property
+    def factor(self) -> float:
+        """Factor on the time limit."""
+        return COMPILING if self._count <= self._first + 1 else 1.0
+
+    def rest(self) -> None:
+        """Suspend the time limit until the next batch."""
+        self._is_resting = True
+
+    def has_moved(self) -> bool:
+        """Return whether there was a batch since the last call, or no batch is expected."""
+        if self._batches.count != self._count:
+            self._count, self._is_resting = self._batches.count, False
+            return True
+        return self._is_resting or self._batches.has_ended
+
+
 class Watchdog:
     """Exits the process if no batch arrives for a while, within a context.
 
+    The watchdog observes the iterators of batches from a thread of its own, so that the training loop does
+    not have to call it.
+
     Args:
-        rank: of this process.
-        seconds: the time limit without a new batch; None for no limit.
-        folder: for the stacks of all threads in ``rank-<r>.txt``. Created when needed.
-        report: called with one line that describes where the rank hangs.
-        record: writes the flight record of the device's collectives into a folder, if there is one.
+        rank: Rank of this process.
+        seconds: Time limit without a new batch. None for no limit.
+        folder: Folder for the stacks of all threads in ``rank-<r>.txt``. Created when needed.
+        report: Function that is called with one line that describes where the rank hangs.
+        record: Function that writes the flight record of the device's collectives into a folder, if there is
+            one.
     """
 
     def __init__(
@@ -55,8 +99,7 @@ class Watchdog:
         self._report = report
         self._record = record
         self._main = threading.get_ident()
-        self._limit = float("inf")
-        self._moved = time.monotonic()
+        self._watched: _Watched | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -68,36 +111,48 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def restart(self, *, compiles: bool = False) -> None:
-        """Restart the timer, because a batch is expected or has arrived.
+    def watch(self, batches: CountedBatches) -> None:
+        """Observe an iterator from now on. Each batch that it returns restarts the time limit.
 
         Args:
-            compiles: Whether the next batch may take longer, because the first batch includes compilation.
+            batches: The iterator. There is no time limit after its last batch.
         """
-        self._moved = time.monotonic()
-        self._limit = (COMPILING if compiles else 1.0) * self._seconds
+        self._watched = _Watched(batches)
 
-    def rest(self) -> None:
-        """Stop the timer until the next call of :meth:`restart`."""
-        self._limit = float("inf")
+    @contextmanager
+    def watching(self, batches: CountedBatches) -> Iterator[None]:
+        """Observe another iterator within this context, such as the batches of an evaluation."""
+        before = self._watched
+        self.watch(batches)
+        try:
+            yield
+        finally:
+            if before is not None:
+                before.rest()
+            self._watched = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend the time limit within this context, for slow work such as saving a large checkpoint."""
-        limit, self._limit = self._limit, float("inf")
+        watched, self._watched = self._watched, None
         try:
             yield
         finally:
-            self._moved, self._limit = time.monotonic(), limit
+            if watched is not None:
+                watched.moved = time.monotonic()
+            self._watched = watched
 
     def _watch(self) -> None:
         checked = time.monotonic()
         while not self._ended.wait(min(1.0, self._seconds / 4)):
             before, checked = checked, time.monotonic()
-            if checked - before > SUSPENDED:  # as after Ctrl-Z: restart the timer
-                self._moved = checked
-            elif checked - self._moved > self._limit:
-                self._exit(checked - self._moved)
+            if (watched := self._watched) is None:
+                continue
+            # A long gap between two checks means that the process was suspended, as after Ctrl-Z.
+            if watched.has_moved() or checked - before > SUSPENDED:
+                watched.moved = checked
+            elif checked - watched.moved > watched.factor * self._seconds:
+                self._exit(checked - watched.moved)
 
     def _exit(self, idle: float) -> None:
         where = innermost(sys._current_frames().get(self._main))

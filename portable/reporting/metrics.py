@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
+    from portable.data.samples.loader import BatchIterator
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -69,63 +70,71 @@ def evaluation_in_words(values: Mapping[str, float]) -> str:
 
 
 class Throughput:
-    """Samples a second since the last log, and over the whole launch; how long the steps wait for batches.
+    """Speed of a launch, in samples per second, and the time that steps wait for batches.
 
-    Evaluations and saves do not count, nor does the first step, which compiles and allocates, once there is
-    another. What follows the last log, such as the export, does not count either.
+    Evaluations and saves do not count. The first step, which compiles and allocates, only counts until there
+    is a second step. Work after the last log, such as the export, does not count either.
+
+    Args:
+        samples_per_step: Number of samples in each step.
+        batches: Batches of the training.
+
+    Attributes:
+        started: Time at which the launch started.
+        steps: Number of steps of this launch, as of the last log.
+        paused: Time in seconds of evaluations and saves.
+        launch: Samples per second of this launch, until the last log.
+        waits: Share of the time between the last two logs in which steps waited for batches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples_per_step: int, batches: BatchIterator) -> None:
         self.started = time.perf_counter()
         self.steps = 0
         self.paused = 0.0
         self.launch = 0.0
-        """Samples a second of this launch, until the last log."""
         self.waits = 0.0
-        """The share of the time between the last two logs in which a step waited for its batches."""
-        self._waited = 0.0  # since the last log, in steps
-        self.waiting = 0.0
-        """Seconds that the iterator of batches has waited since the last step."""
-        self._samples = 0
-        self._start = self._first = self._logged = self._now()
+        self._samples_per_step = samples_per_step
+        self._batches = batches
+        self._waited = batches.waited
+        self._start = self._first = self._logged = self._measure()
 
     @property
     def first_step(self) -> float:
-        """Seconds until the end of the first step."""
+        """Seconds until the end of the first step, which is always logged."""
         return self._first[0] - self.started
 
-    def _now(self) -> tuple[float, int]:
-        """Seconds by a clock that stands still in pauses, and samples so far."""
-        return time.perf_counter() - self.paused, self._samples
-
-    def add(self, samples: int) -> None:
-        """Count one step of ``samples`` sequences."""
-        self.steps += 1
-        self._samples += samples
-        self._waited, self.waiting = self._waited + self.waiting, 0.0
-        if self.steps == 1:
-            self._first = self._now()
+    def _measure(self) -> tuple[float, int]:
+        """Return the seconds of a clock that stops during pauses, and the number of samples so far."""
+        return time.perf_counter() - self.paused, self.steps * self._samples_per_step
 
     def seconds_per_step(self) -> float:
-        """Mean over the launch, evaluations and saves included."""
+        """Return the mean duration of the steps of this launch, including evaluations and saves."""
         return (time.perf_counter() - self.started) / max(self.steps, 1)
 
-    def window(self) -> float:
-        """Samples a second since the last call."""
-        now = self._now()
-        if self.steps == 1:  # the device may have finished the step only now
+    def log(self, steps: int) -> float:
+        """Measure the speed since the last call.
+
+        Args:
+            steps: Number of steps of this launch so far.
+
+        Returns:
+            The samples per second.
+        """
+        self.steps = steps
+        now = self._measure()
+        if steps == 1:
             self._first = now
-        self.waits = min(1.0, self._waited / max(now[0] - self._logged[0], 1e-9))
-        self._waited = 0.0
-        start = self._first if self.steps > 1 else self._start
+        waited = self._batches.waited
+        self.waits = min(1.0, (waited - self._waited) / max(now[0] - self._logged[0], 1e-9))
+        self._waited = waited
+        start = self._first if steps > 1 else self._start
         rate = _rate(max(start, self._logged), now)
         self.launch, self._logged = _rate(start, now), now
         return rate
 
     def pause(self, seconds: float) -> None:
-        """Do not count ``seconds`` of an evaluation or a save, nor what it waited."""
+        """Exclude the seconds of an evaluation or a save."""
         self.paused += seconds
-        self.waiting = 0.0
 
 
 def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:

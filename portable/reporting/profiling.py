@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import profile, schedule
 
-from portable.loop import Callback
+from portable.callbacks import Callback
 from portable.paths import path_inside
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.run.callbacks import Run
+    from portable.callbacks import Run
 
 WAIT, WARMUP, RECORDED = 2, 1, 3
 """Steps skipped, because the first ones compile and allocate; steps in which the profiler warms up; steps

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from converters.console import columns
+from portable.callbacks import Callback
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_time, table
-from portable.loop import Callback
 from portable.paths import REPORT_FILE
 from portable.plugins import user_code_errors
 from portable.reporting.html_report import write_report
@@ -28,10 +28,11 @@ from portable.terminal import LOG, at_a_terminal, tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from portable.loop import Progress
+    from portable.callbacks import Run
+    from portable.data.samples.loader import BatchIterator
     from portable.output.output_dir import Output
+    from portable.progress import Progress
     from portable.reporting.metrics import Kind
-    from portable.run.callbacks import Run
     from portable.run.stages import Restored
 
 _LONG_WAIT = 0.05
@@ -42,20 +43,48 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """Without the seconds of a step: tokens a second say it, and eighty columns have no room for both."""
 
 
-class Reporter(Callback):
-    """Reports one launch of a run, on rank 0.
+class ProgressBar(Callback):
+    """Progress bar of a launch at a terminal.
 
     Args:
-        run: that it is a callback of.
-        output: the run's folder.
-        restored: The model and the checkpoint it comes from.
+        steps: Length of the schedule.
+        done: Steps of earlier launches.
+    """
+
+    def __init__(self, steps: int, done: int) -> None:
+        self._bar = tqdm(
+            total=steps, initial=done, unit="step", desc="training", dynamic_ncols=True, bar_format=_BAR
+        )
+
+    def on_step(self, run: Run) -> None:
+        self._bar.update(1)
+
+    def show(self, values: Mapping[str, str]) -> None:
+        """Show values beside the bar."""
+        # A bar of a hundred columns has no room for more.
+        self._bar.set_postfix({name: value for name, value in values.items() if name != "mem"})
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class Reporter(Callback):
+    """Callback that reports one launch of a run, on rank 0.
+
+    Opens the logs and records the start.
+
+    Args:
+        run: The run that owns this callback.
+        output: Output of the run.
+        restored: The model and the checkpoint that it comes from.
+        batches: Batches of the training.
 
     Attributes:
         throughput: Samples per second, and the time that steps wait for batches.
+        bar: Progress bar, which is a callback of the run as well. None if there is no terminal.
     """
 
-    def __init__(self, run: Run, output: Output, restored: Restored) -> None:
-        """Open the logs and record the start."""
+    def __init__(self, run: Run, output: Output, restored: Restored, batches: BatchIterator) -> None:
         prepared, backend, config, progress = run.prepared, run.backend, run.config, run.progress
         source = restored.source
         self._backend = backend
@@ -81,7 +110,7 @@ class Reporter(Callback):
         self._metrics: MetricsFile | None = None
         self._history: History | None = None
         self._trackers: list[Tracker] = []
-        self._bar: tqdm[Any] | None = None
+        self.bar: ProgressBar | None = None
         if self._main:
             self._metrics = MetricsFile(folder, from_step=progress.step)
             self._history = History(folder)
@@ -102,34 +131,22 @@ class Reporter(Callback):
                 changes="; ".join(change.arrow for change in restored.changes) or None,
             )
             self._trackers = open_trackers(config.log, folder, config.fingerprint(), from_step=progress.step)
-            # A bar on a terminal; in a log file, a line for each logged step.
-            self._bar = tqdm(
-                total=prepared.steps,
-                initial=progress.step,
-                unit="step",
-                desc="training",
-                dynamic_ncols=True,
-                bar_format=_BAR,
-                disable=not at_a_terminal(),
-            )
+            # Without a terminal, each logged step is a line in the log file.
+            self.bar = ProgressBar(prepared.steps, progress.step) if at_a_terminal() else None
         self._total_steps = prepared.steps
-        self.throughput = Throughput()
+        self._first_step = run.first_step
+        self.throughput = Throughput(prepared.plan.global_batch_size, batches)
 
-    # -- called beside the steps -------------------------------------------------------------------------
+    # -- hooks -------------------------------------------------------------------------------------------
 
-    def on_step(self, run: Run) -> None:
-        self.throughput.add(run.prepared.plan.global_batch_size)
-        if self._bar is not None:
-            self._bar.update(1)
-        if not (run.last or run.logs(run.step)):
-            return
+    def log_step(self, run: Run) -> None:
         run.health.check(run)
         result = run.result
         loss, grad_norm, *metrics = self._backend.read([result.loss, result.grad_norm, result.metrics])
         of_step = {"loss": loss, "grad_norm": grad_norm, "learning_rate": result.learning_rate}
         of_loss = run.engine.objective.name_metrics(dict(zip(result.metric_names, metrics, strict=True)))
         run.call("on_log", {**of_step, **of_loss})
-        samples_per_second = self.throughput.window()
+        samples_per_second = self.throughput.log(run.step + 1 - self._first_step)
         of_data = {"data_wait": self._waited(), **self._data.progress(run.samples)}
         self._log(run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged()})
 
@@ -183,15 +200,14 @@ class Reporter(Callback):
         }
         if "mfu" in values:
             shown["mfu"] = f"{values['mfu']:.1%}"
-        assert self._bar is not None
-        # A bar of a hundred columns has no room for more.
-        self._bar.set_postfix({name: value for name, value in shown.items() if name != "mem"})
+        if self.bar is not None:
+            self.bar.show(shown)
         pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
         line = f"step {progress.step}/{self._total_steps}  {pairs}"
         if self.throughput.steps > 1:  # the first step, which compiles, does not tell
             left = (self._total_steps - progress.step) * self.throughput.seconds_per_step()
             line += f"  left {human_time(left)}"
-        LOG.log(logging.INFO if self._bar.disable else logging.DEBUG, "%s", line)
+        LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
         self.record("save", run.progress, checkpoint=f"step-{run.step:06d}")
@@ -264,8 +280,6 @@ class Reporter(Callback):
         return table([*rows, *places], columns(sys.stderr))
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._history is not None:

@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from portable.callbacks import Callback
 from portable.errors import UserError
 from portable.evaluation.best_tracker import BestTracker, Decision
 from portable.evaluation.metrics import evaluate
-from portable.loop import Callback
 from portable.reporting.metrics import EVALUATION
-from portable.run.batches import eval_batches
+from portable.run.batches import eval_loader, show_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
+    from contextlib import AbstractContextManager
 
-    from portable.backend import Batch, Engine
+    from portable.backend import Engine
+    from portable.callbacks import Run
     from portable.config import RunConfig
     from portable.data.dataset import Data
+    from portable.data.samples.loader import BatchIterator
     from portable.evaluation.metrics import MetricSet
-    from portable.loop import Progress
-    from portable.run.callbacks import Run
+    from portable.progress import Progress
+    from portable.ranks.watchdog import Watchdog
     from portable.run.stages import Prepared
 
 
 def evaluate_all(
-    prepared: Prepared, engine: Engine, watch: Callable[[Iterable[Batch]], Iterable[Batch]] = iter
+    prepared: Prepared,
+    engine: Engine,
+    watch: Callable[[BatchIterator], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
-    """The values of every metric on every source, named as in ``metrics.jsonl``; all ranks call it.
+    """Evaluate all metrics on all sources. Must be called on all ranks.
 
     Args:
-        prepared: the run.
-        engine: its model.
-        watch: Function that iterates over the batches of each evaluation.
+        prepared: The run.
+        engine: Engine of this rank.
+        watch: Function that returns a context around an evaluation, given its batches.
+
+    Returns:
+        The values, keyed by their names in ``metrics.jsonl``.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     averaged = prepared.config.train.eval_ema
     if averaged:
         engine.swap_ema_weights()
     for source, samples in prepared.data.evals.items():
-        batches = watch(eval_batches(prepared, samples))
-        values = evaluate(prepared.backend, engine, batches, prepared.metrics)
-        found |= {_name(value, source): number for value, number in values.items()}
+        loader = eval_loader(prepared, samples)
+        batches = iter(loader)
+        with watch(batches):
+            shown = show_progress(batches, len(loader), shown=prepared.backend.rank == 0)
+            values = evaluate(prepared.backend, engine, shown, prepared.metrics)
+        results |= {_name(value, source): number for value, number in values.items()}
     if averaged:
         engine.swap_ema_weights()
-    return found
+    return results
 
 
 def _name(value: str, source: str) -> str:
@@ -87,14 +99,16 @@ class Evaluations(Callback):
     """Evaluates when it is due, and does what follows from it.
 
     Args:
-        run: that it is a callback of.
-        recorded: whether the evaluation of a step is recorded.
+        run: The run that owns this callback.
+        recorded: Function that returns whether the evaluation of a step is recorded.
+        watchdog: Watches the batches of evaluations.
     """
 
-    def __init__(self, run: Run, recorded: Callable[[int], bool]) -> None:
+    def __init__(self, run: Run, recorded: Callable[[int], bool], watchdog: Watchdog) -> None:
         self._run = run
         self._prepared = run.prepared
         self._recorded = recorded
+        self._watchdog = watchdog
         self._any = run.backend.any
 
     def on_start(self, run: Run) -> None:
@@ -108,13 +122,11 @@ class Evaluations(Callback):
         best_tracker = self._prepared.best_tracker
         progress.ended = best_tracker is not None and self._any(best_tracker.stops(progress.eval_history))
 
-    def on_step(self, run: Run) -> None:
-        counts, at_end = self._counts(run), run.step == run.until
-        # A signal ends a launch with a checkpoint, but without the evaluation that was due.
-        if not (self._prepared.data.evals and (at_end or (counts and not run.stopped))):
+    def evaluate_step(self, run: Run) -> None:
+        if not self._prepared.data.evals:
             return
         run.health.check(run)
-        decision = self(run.progress, counts=counts)
+        decision = self(run.progress, counts=self._counts(run))
         run.progress.ended = decision.stop
         run.saving = run.saving or decision.save or decision.stop
 
@@ -127,7 +139,7 @@ class Evaluations(Callback):
     def __call__(self, progress: Progress, *, counts: bool) -> Decision:
         """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.eval_history``."""
         with self._run.pause():
-            values = evaluate_all(self._prepared, self._run.engine, self._run.watch_batches)
+            values = evaluate_all(self._prepared, self._run.engine, self._watchdog.watching)
             self._run.call("on_evaluation", values)
         best_tracker = self._prepared.best_tracker
         if best_tracker is None or not counts:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from converters.console import columns
+from portable.batch import IGNORED
 from portable.batch_plan import describe_padding
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
-from portable.data.samples.base import IGNORED, sequence
+from portable.data.samples.base import sequence
 from portable.data.tokens.bounded_tokenizer import decode, encode
 from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time, table
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
     from converters.storage.path_or_url import Place
     from portable.backend import Engine
+    from portable.callbacks import Run
     from portable.config import RunConfig
     from portable.output.output_dir import Output
     from portable.ranks.node_writers import NodeWriters
     from portable.reporting.profiling import Profiler
     from portable.reporting.reporter import Reporter
-    from portable.run.callbacks import Run
     from portable.run.stages import Prepared, Restored
     from portable.run.uploads import Uploads
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from converters.storage.path_or_url import Place
-    from portable.backend import Backend, Batch, Engine
-    from portable.loop import Progress
+    from portable.backend import Backend, Engine
+    from portable.batch import Batch
+    from portable.progress import Progress
     from portable.run.stages import Prepared
 
 _SHOWN = 160  # characters of a sample's text

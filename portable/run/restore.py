@@ -13,11 +13,11 @@ from portable.config import find_changes
 from portable.config.same_run import may_change_in_new_folder
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.evaluation.best_tracker import EvalHistory
-from portable.loop import Progress
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
 from portable.model.reach import get_unreached_names
 from portable.paths import read_json, storage_errors
+from portable.progress import Progress
 from portable.ranks.collectives import agree
 from portable.run.save import ADAPTER, REFERENCE
 from portable.run.stages import Restored

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable.callbacks import Callback
 from portable.checkpoint.trainer_state import TrainerState
-from portable.loop import Callback
 from portable.ranks.collectives import agree
 from portable.run.user_code import digests
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Engine
+    from portable.callbacks import Run
     from portable.checkpoint.store import Checkpoints
-    from portable.loop import Progress
+    from portable.progress import Progress
     from portable.ranks.watchdog import Watchdog
-    from portable.run.callbacks import Run
     from portable.run.stages import Prepared
 
 
@@ -70,11 +70,11 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
 
 
 class Saving(Callback):
-    """Saves when it is due or asked for, and ends the run where a callback of the user's asks.
+    """Callback that saves checkpoints.
 
     Args:
-        run: that it is a callback of.
-        watchdog: which rests meanwhile.
+        run: The run that owns this callback.
+        watchdog: Watchdog, which is paused during a save.
     """
 
     def __init__(self, run: Run, watchdog: Watchdog) -> None:
@@ -82,15 +82,12 @@ class Saving(Callback):
         self._watchdog = watchdog
         run.checkpoints.on_complete = partial(run.call, "completed")
 
-    def on_step(self, run: Run) -> None:
+    def log_step(self, run: Run) -> None:
         run.checkpoints.finish_if_written()
-        stop, wished = run.take_wishes()
-        run.progress.ended = run.progress.ended or stop
-        settings = run.config.checkpoint
-        due = run.last or stop or wished or run.due(settings.every_steps, settings.every_epochs)
-        if due:
-            run.health.check(run)
-        if not due or run.step <= self._saved:
+
+    def save_step(self, run: Run) -> None:
+        run.health.check(run)
+        if run.step <= self._saved:
             return
         run.health.check_state(run)
         with run.pause():

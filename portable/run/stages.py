@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from portable.data.dataset import Data
     from portable.evaluation.best_tracker import BestTracker
     from portable.evaluation.metrics import MetricSet
-    from portable.loop import Progress
     from portable.model.published import PublishedNames
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
+    from portable.progress import Progress
     from portable.registry import World
 
 

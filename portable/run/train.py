@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from converters.storage.path_or_url import in_store
+from portable.callbacks import Run
 from portable.checkpoint.store import resume_source
 from portable.config import dump_yaml
 from portable.data.preview import SHOWN, preview
@@ -22,17 +23,17 @@ from portable.ranks import launch
 from portable.ranks.collectives import agree, all_or_none
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.reporter import Reporter
-from portable.run.batches import WatchedBatches, train_loader
-from portable.run.callbacks import Run, callback_order, load_callbacks
+from portable.run.batches import train_loader
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore
 from portable.run.save import Saving
+from portable.run.user_callbacks import callback_order, load_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.loop import Callback
+    from portable.callbacks import Callback
     from portable.output.hub import Hub
     from portable.output.output_dir import Output
     from portable.ranks.peers import PeerWatch
@@ -80,21 +81,21 @@ def train_run(
         held.callback(signals.restore)
         run, restored = _begin(prepared, output, log)
         batches = iter(train_loader(prepared, run.samples))
-        reporter = Reporter(run, output, restored)
+        reporter = Reporter(run, output, restored, batches)
         watchdog = _watchdog(run, output, peers)
-        run.watch_batches = partial(WatchedBatches, watchdog=watchdog, throughput=reporter.throughput)
         profiler = _profiler(run, output) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)
         by_name: dict[str, Callback | None] = {
             **load_callbacks(run.config.train.callbacks),
             "profile": profiler,
             "report": reporter,
-            "evaluate": Evaluations(run, reporter.has_evaluation),
+            "evaluate": Evaluations(run, reporter.has_evaluation, watchdog),
             "save": Saving(run, watchdog),
             "upload": uploads,
         }
         names = callback_order(run.config, profile=profile)
-        run.callbacks = [callback for name in names if (callback := by_name[name]) is not None]
+        ordered = [*(by_name[name] for name in names), reporter.bar]
+        run.callbacks = [callback for callback in ordered if callback is not None]
         for line in (*prepared.notes, headline(prepared, restored)):
             reporter.say(line)
         with _gc_frozen(), ExitStack() as opened:  # closes the last first
@@ -103,6 +104,8 @@ def train_run(
             opened.callback(prepared.data.train.close)
             opened.callback(batches.close)
             with _named_errors(run), watchdog:
+                run.call("on_start")
+                watchdog.watch(batches)
                 stopped = train(run, batches, signals)
             run.call("on_end")
             if stopped:
@@ -125,7 +128,7 @@ def _hold(prepared: Prepared, output: Output, held: ExitStack) -> Hub | None:
     hub: Hub | None = None
     try:
         if prepared.backend.rank == 0:
-            held.enter_context(output.held())
+            held.enter_context(output.lock())
             check_unchanged(output.place, prepared.resolved.existing)
             if prepared.config.hub.push is not None:
                 from portable.output.hub import Hub

@@ -7,11 +7,11 @@ import threading
 from typing import TYPE_CHECKING
 
 from converters.storage.path_or_url import in_store
+from portable.callbacks import Callback
 from portable.checkpoint.store import in_background
 from portable.checkpoint.trainer_state import step_of
 from portable.errors import one_line
 from portable.formatting import human_count
-from portable.loop import Callback
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
+    from portable.callbacks import Run
     from portable.output.hub import Hub
-    from portable.run.callbacks import Run
 
 
 class Uploads(Callback):

@@ -39,7 +39,7 @@ def prepare_code(config: RunConfig) -> None:
             "step and total_steps, or a class of such objects",
         )
     if config.train.callbacks:
-        from portable.run.callbacks import load_callbacks
+        from portable.run.user_callbacks import load_callbacks
 
         load_callbacks(config.train.callbacks)
 

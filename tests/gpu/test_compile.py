@@ -16,7 +16,7 @@ from portable.engines.compiling import compile_layers
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
 from portable.registry import World, backend_package
-from portable.run.batches import eval_batches
+from portable.run.batches import eval_loader
 from tests.parity import opened
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
@@ -43,7 +43,7 @@ def compilations(config: RunConfig) -> list[int]:
         def evaluation() -> int:
             held_out = trial.run.data.eval
             assert held_out is not None
-            evaluate(trial.backend, trial.engine, eval_batches(trial.run, held_out))
+            evaluate(trial.backend, trial.engine, eval_loader(trial.run, held_out))
             return graphs()
 
         return [step(), step(), step(), evaluation(), step(), evaluation()]

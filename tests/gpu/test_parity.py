@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from portable.backend import Batch
+from portable.batch import Batch
 from portable.config import RunConfig
 from portable.registry import create_backend
 from portable.run.prepare import prepare

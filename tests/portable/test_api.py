@@ -15,7 +15,8 @@ from nbclient import NotebookClient
 import portable
 from portable import Result, train
 from portable.config.yaml_writer import dump_yaml
-from portable.loop import StepResult, train_step
+from portable.loop import train_step
+from portable.progress import StepResult
 from tests.runs import configured
 from tests.zygote import Zygote
 

@@ -14,13 +14,13 @@ import transformers
 import yaml
 from torch import Tensor
 
+from portable.batch import IGNORED
 from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import RunConfig
 from portable.data.samples.loader import EVAL_EPOCH
 from portable.data.samples.order import locate
 from portable.model.build import AUTO_CLASSES
-from portable.model.training_loss import IGNORED
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.parity import opened

@@ -11,9 +11,9 @@ import transformers
 import yaml
 from datasets import Dataset
 
+from portable.batch import IGNORED
 from portable.commands.importing import import_files
 from portable.config import load_config
-from portable.data.samples.base import IGNORED
 from portable.data.samples.order import locate
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.reporting.metrics import read_metrics

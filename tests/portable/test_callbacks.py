@@ -15,8 +15,8 @@ import torch
 
 from portable import UserError, plugins, train
 from portable.api import with_objects
+from portable.callbacks import Run
 from portable.config import RunConfig
-from portable.run.callbacks import Run
 from portable.run.rank import run_rank
 from tests.parity import launched
 from tests.ranks import RankPool

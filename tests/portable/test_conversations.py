@@ -18,10 +18,10 @@ import transformers
 import yaml
 
 from converters.cli import main as convert
+from portable.batch import IGNORED
 from portable.cli import main
 from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
-from portable.data.samples.base import IGNORED
 from portable.data.sources.conversations import Completion, read_conversation, recognise
 from portable.data.sources.documents import Conversation
 from portable.data.tokens import tokenize as tokenizing

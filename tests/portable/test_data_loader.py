@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from portable.data.samples.base import IGNORED, Arrays, PackedCausal, Part, Samples
+from portable.batch import IGNORED
+from portable.data.samples.base import Arrays, PackedCausal, Part, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
 from tests.portable.data_support import token_cache
 

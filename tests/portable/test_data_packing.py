@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from portable.batch import IGNORED
 from portable.config import load_config
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples import packing
-from portable.data.samples.base import IGNORED, PaddedCausal, Part, split_documents
+from portable.data.samples.base import PaddedCausal, Part, split_documents
 from portable.data.samples.packing import PackedDocuments, best_fit, packed_sizes, planned
 from portable.data.tokens.cache import TokenCache
 from portable.errors import UserError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from portable.batch import IGNORED
 from portable.data.samples.base import (
-    IGNORED,
     PackedCausal,
     PaddedCausal,
     Part,

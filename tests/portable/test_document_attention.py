@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from portable.backend import Batch
+from portable.batch import Batch
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -26,7 +26,7 @@ from portable.model.document_attention import (
 )
 from portable.model.loss import token_loss
 from portable.private.of_transformers import no_value_checks
-from portable.run.batches import eval_batches
+from portable.run.batches import eval_loader
 from tests.composite import build_composite_config
 from tests.parity import opened
 from tests.runs import configured
@@ -173,7 +173,7 @@ def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path)
         with opened(configured(tmp_path, corpus, data__packing=packing, data__seq_len=64)) as trial:
             run = trial.run
             assert run.data.eval is not None
-            found.append(evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics))
+            found.append(evaluate(trial.backend, trial.engine, eval_loader(run, run.data.eval), run.metrics))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 

@@ -29,7 +29,7 @@ from transformers import CONFIG_MAPPING
 from benchmarks import inotify
 from converters.cli import main as convert
 from portable.adapters.settings import folder_of
-from portable.backend import Batch
+from portable.batch import Batch
 from portable.cli import main
 from portable.commands import resume_info
 from portable.config import RunConfig

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from portable.batch import IGNORED
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
 from portable.model.build import AUTO_CLASSES, model_config
 from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective, divide_by_global_weight, forward_loss, token_loss
-from portable.model.training_loss import IGNORED
 from portable.run.batches import train_loader
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import Losses, assert_close, our_losses
@@ -93,7 +93,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def loss_of(objective: Objective, model: nn.Module, batch: dict[str, Tensor], valid: Tensor) -> Tensor:
     output = forward_loss(model, batch, objective)
-    return divide_by_global_weight(output, valid, objective.global_batch_size).loss
+    return divide_by_global_weight(output, valid, objective.global_batch_size)[0]
 
 
 def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from portable.batch import IGNORED
 from portable.config import RunConfig
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
@@ -20,8 +21,8 @@ from portable.evaluation.builtin import KNOWN, Setting, build_metrics
 from portable.evaluation.generation import rouge_l
 from portable.evaluation.metrics import evaluate
 from portable.evaluation.totals import add_to_totals
-from portable.model.training_loss import IGNORED, Outputs
-from portable.run.batches import eval_batches
+from portable.model.training_loss import Outputs
+from portable.run.batches import eval_loader
 from tests.engines import ENGINES, Engines
 from tests.parity import Opened, opened
 from tests.portable.data_support import write_jsonl
@@ -313,7 +314,7 @@ def trained(config: RunConfig) -> Iterator[tuple[Opened, dict[str, Any]]]:
             trial.step()
         run = trial.run
         assert run.data.eval is not None
-        yield trial, evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics)
+        yield trial, evaluate(trial.backend, trial.engine, eval_loader(run, run.data.eval), run.metrics)
 
 
 def evaluated(config: RunConfig) -> dict[str, Any]:
@@ -419,7 +420,7 @@ def test_predictions_without_all_logits(corpus: Path, tmp_path: Path) -> None:
         assert run.data.eval is not None
         for own in ((), (f"{__name__}:long_words",)):  # the second needs all logits
             measures = build_metrics(("accuracy", *own), Setting("causal-lm"))
-            batches = eval_batches(run, run.data.eval)
+            batches = eval_loader(run, run.data.eval)
             found.append(evaluate(trial.backend, trial.engine, batches, measures))
     # A token's loss and its prediction.
     assert set(widths) == {384, 2} and (widths[0], widths[-1]) == (2, 384)

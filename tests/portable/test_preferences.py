@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from portable import UserError
+from portable.batch import IGNORED
 from portable.config import RunConfig
 from portable.data.sources.conversations import read_preference, recognise
 from portable.losses import DPO, IPO, ORPO, SimPO
-from portable.model.training_loss import IGNORED, Outputs
+from portable.model.training_loss import Outputs
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve

@@ -32,8 +32,7 @@ STANDS_STILL = """
 import sys, time
 from pathlib import Path
 from portable.ranks import watchdog
-from portable.reporting.metrics import Throughput
-from portable.run.batches import WatchedBatches
+from portable.data.samples.loader import BatchIterator
 
 watchdog.GRACE = 0.1
 def a_step_that_never_ends():
@@ -41,7 +40,9 @@ def a_step_that_never_ends():
 
 dog = watchdog.Watchdog(rank=3, seconds=1.5, folder=Path(sys.argv[1]), report=print)
 with dog:
-    for batch in WatchedBatches(range(8), watchdog=dog, throughput=Throughput()):
+    batches = BatchIterator(int, range(8), 0, False)
+    dog.watch(batches)
+    for batch in batches:
         time.sleep(2 if batch == 0 else 0)  # the first may take longer
         if batch == 2:
             with dog.paused():
@@ -62,9 +63,9 @@ def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
     assert ended.returncode == 1
     first, line = ended.stdout.splitlines()
     assert first == "standing still"
-    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:10\)", line)
+    assert re.match(r"no progress for \d+ s; rank 3 was in a_step_that_never_ends \(<string>:9\)", line)
     stacks = (tmp_path / "hang" / "rank-3.txt").read_text()
-    assert "line 10 in a_step_that_never_ends" in stacks
+    assert "line 9 in a_step_that_never_ends" in stacks
 
 
 def join_attempt(store: Any, rank: int, world_size: int) -> str:

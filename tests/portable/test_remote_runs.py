@@ -21,7 +21,7 @@ from portable.cli import main
 from portable.errors import RunError, UserError
 from portable.output import lease
 from portable.output.lease import LEASE_FILE, Lease
-from portable.output.mirror import Mirror
+from portable.output.publisher import Publisher
 from portable.run.rank import run_rank
 from portable.terminal import tell
 from tests.engines import ENGINES, Engines
@@ -336,7 +336,7 @@ def test_places_that_cannot_be(
         s3.fail(status=403, method="PUT")
     if name == "too small":
         usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-        monkeypatch.setattr("portable.output.mirror.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("portable.output.publisher.shutil.disk_usage", lambda _: usage)
     settings = tiny(remote.url, remote.corpus, data__cache_dir=str(tmp_path / "cache"))
     settings |= {key: value and value.replace("{url}", s3.url()) for key, value in changed.items()}
     assert main(flags(settings)) == 2
@@ -437,8 +437,8 @@ def test_a_staging_folder_that_somebody_else_made_is_not_used(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may write where temporary files are sees the names that there are, and finds none to come."""
-    monkeypatch.setattr("portable.output.mirror.lasting_folder", lambda: tmp_path)
-    first, second = (Mirror(RemotePath.of(remote.url), 0, None) for _ in range(2))
+    monkeypatch.setattr("portable.output.publisher.lasting_folder", lambda: tmp_path)
+    first, second = (Publisher(RemotePath.of(remote.url), 0, None) for _ in range(2))
     assert first.work != second.work
     first.open(lambda: 0)
     (folder,) = tmp_path.iterdir()

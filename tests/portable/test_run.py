@@ -190,11 +190,11 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, fini
     for name in (".final.tmp-17-abcdef", ".final.tmp-18-abcdef", ".other.tmp-17-abcdef"):
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_text("half")
-    with open_output(configured(folder, corpus)).held():
+    with open_output(configured(folder, corpus)).lock():
         assert (folder / "final" / "model.safetensors").read_bytes() == model
         assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
     shutil.copytree(folder / "final", folder / ".final.old-18-abcdef")
-    with open_output(configured(folder, corpus)).held():
+    with open_output(configured(folder, corpus)).lock():
         assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
 
 

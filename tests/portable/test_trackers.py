@@ -20,9 +20,9 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from portable import train
+from portable.callbacks import Run
 from portable.config import RunConfig, keys
 from portable.reporting.profiling import RECORDED
-from portable.run.callbacks import Run
 from portable.run.rank import run_rank
 from portable.terminal import be_quiet
 from tests.ranks import RankPool

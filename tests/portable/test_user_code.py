@@ -22,13 +22,13 @@ from transformers import LlamaForCausalLM
 
 from portable import SIBLINGS, UserError, plugins, train
 from portable.api import with_objects
-from portable.backend import Batch
+from portable.batch import Batch
+from portable.callbacks import Run
 from portable.config import RunConfig
 from portable.errors import ReportedElsewhereError
 from portable.model import build as models
 from portable.model.training_loss import Outputs
 from portable.reporting.metrics import read_metrics
-from portable.run.callbacks import Run
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines
 from tests.parity import opened, take_steps

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from portable import UserError
-from portable.backend import Batch
+from portable.batch import IGNORED, Batch
 from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
 from portable.model.regularization import add_noise
-from portable.model.training_loss import IGNORED, Outputs
-from portable.run.batches import eval_batches
+from portable.model.training_loss import Outputs
+from portable.run.batches import eval_loader
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
@@ -147,7 +147,7 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
         backend = trial.backend
         found = [tuple(backend.read([result.loss, result.grad_norm])) for result in results]
         assert trial.run.data.eval is not None
-        batches = eval_batches(trial.run, trial.run.data.eval)
+        batches = eval_loader(trial.run, trial.run.data.eval)
         evaluated = evaluate(backend, trial.engine, batches, trial.run.metrics)
         graphs: Any = getattr(trial.engine, "graphs", None)
         assert graphs is None or all(count == 1 for count in graphs.distinct.values()), graphs.distinct

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from portable.backend import Backend, Batch
+    from portable.backend import Backend
+    from portable.batch import Batch
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
 

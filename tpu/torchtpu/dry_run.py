@@ -18,6 +18,7 @@ import torch
 
 from portable.checks import check
 from portable.engines.backend import TorchBackend
+from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, one_line, require
 from portable.loop import train_step
 from portable.model.parameters import state_tensors
@@ -31,7 +32,6 @@ from tpu.compile.slices import Slice, find_slice
 from tpu.compile.traced_step import traced_step
 from tpu.torchtpu import of_torch_tpu
 from tpu.torchtpu.dry_chip import DryChip
-from tpu.torchtpu.package import TorchTpuPackage
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -110,8 +110,10 @@ def main() -> None:
     answers_and_ends(answer)  # the runtime's threads would wait for the other ranks
 
 
-class DryPackage(TorchTpuPackage):
-    """The record, for a chip that this machine does not have."""
+class DryDevice(TorchDevice):
+    """A TPU chip that this machine does not have."""
+
+    name = "tpu"
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
         of_torch_tpu.load()
@@ -128,7 +130,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
         chip: is in libtpu's table already.
     """
     start = time.monotonic()
-    backend = TorchBackend(DryPackage("tpu", compiler="tpu"))
+    backend = TorchBackend(DryDevice())
     if backend.world_size > 1:
         of_torch_tpu.start_alone(topology)
     config, model, plan, batch = traced_step(config, backend, parts=config.context_parallel_size)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch, Engine
+    from portable.backend import Engine
+    from portable.batch import Batch
     from portable.config import RunConfig
 
 HOST_TIMEOUT = datetime.timedelta(minutes=30)  # one host may compile while another waits

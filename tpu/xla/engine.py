@@ -15,7 +15,7 @@ from portable.engines.fsdp.saving import Saver
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.errors import require
 from portable.evaluation.totals import add_to_totals, build_zero_totals
-from portable.model.auxiliary_losses import AuxiliaryLosses
+from portable.model.auxiliary_losses import has_router_loss
 from portable.model.layers import transformer_layers
 from portable.model.loss import divide_by_global_weight, forward_loss
 from portable.optim.average import exchange
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters import Checkpoint
-    from portable.backend import Batch, SaveHandle
+    from portable.backend import SaveHandle
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor
@@ -98,7 +99,7 @@ class XlaEngine:
                 layer.register_full_backward_hook(_barrier)
         apply_transforms(model, config, ExitStack())
         self.objective = build_objective(model, config)
-        if AuxiliaryLosses(model).include_router_loss:
+        if has_router_loss(model.config):
             _check_routers(segments, recomputed=self._recomputed)
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
@@ -149,21 +150,20 @@ class XlaEngine:
             waits = {} if self._recomputed else batch
             waiting = {name: another(rows) for name, rows in waits.items() if name != "document_lengths"}
             output = forward_loss(self.model, {**batch, **waiting}, self.objective)
-            share = divide_by_global_weight(output, weight, self.objective.global_batch_size)
-            loss = share.loss
+            loss, sums = divide_by_global_weight(output, weight, self.objective.global_batch_size)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
             # Sorted: the graph is one, in whatever order a sample has its tensors.
             xla.barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
             loss.backward(start)
-            return share.detach()
+            return sums
 
         with self.graphs.recording():
-            sums: StepSums = self._with_compute_copies(run_passes)
+            step_sums: StepSums = self._with_compute_copies(run_passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
-            self.graphs.run("micro-batch", [sums.values, *(self._accumulated or {}).values()])
-        return sums
+            self.graphs.run("micro-batch", [step_sums.values, *(self._accumulated or {}).values()])
+        return step_sums
 
     def _add_gradients(self) -> None:
         """Add this micro-batch's gradients to those accumulated on the devices."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Batch
+    from portable.batch import Batch
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
     from tpu.xla.engine import XlaEngine

@@ -22,7 +22,7 @@ from portable.config import keys
 from portable.config.origins import shown
 from portable.errors import UserError, one_line
 from portable.importing.deepspeed import AUTO, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
-from portable.importing.foreign_keys import is_off
+from portable.importing.foreign_file import is_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

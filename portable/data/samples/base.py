@@ -16,26 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable.batch import IGNORED
 from portable.data.samples.order import Permutation, locate
 from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
+    from portable.batch import Batch
     from portable.data.tokens.cache import TokenCache
 
-IGNORED = -100
 LAST_LABEL = -1
 """As ``decoder_start_token_id``: each row's own last label, as in mBART."""
-SOURCE = "source"
-"""The column of a mixture's batch with the number of each row's source, int64 ``[batch]``."""
-PART_POSITIONS = "part_positions"
-"""The column with the positions of the tokens of a part of samples, int64 ``[batch, seq_len / parts]``."""
-TEXT_TOKENS = "text_tokens"
-"""The column with the length of the text of each token of a part of samples, with the same shape."""
 HELD_OUT_SHARE, LEAST_HELD_OUT = 0.01, 16
 """Default share of held-out samples, and their smallest number."""
 Arrays = dict[str, npt.NDArray[Any]]
-Batch = dict[str, torch.Tensor]
 Computed = Callable[[Sequence[int]], Arrays]
 """Returns columns of the samples with these numbers."""
 

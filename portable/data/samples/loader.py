@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -20,14 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from converters.interrupts import without_interrupts
-from portable.data.samples.base import (
-    IGNORED,
-    PART_POSITIONS,
-    TEXT_TOKENS,
-    Batch,
-    Samples,
-    count_text_tokens,
-)
+from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS, Batch
+from portable.data.samples.base import Samples, count_text_tokens
 from portable.data.samples.order import accumulation_steps, first_of_rank
 from portable.errors import RunError, UserError
 from portable.private import of_torch
@@ -202,7 +197,13 @@ def part_of(whole: Batch, part: tuple[int, int]) -> Batch:
 
 
 class BatchIterator(Iterator[Batch]):
-    """Batches in order. ``close`` or deleting the iterator stops the prefetching."""
+    """Batches in order. ``close`` or deleting the iterator stops the prefetching.
+
+    Attributes:
+        count: Number of batches returned so far.
+        waited: Time in seconds for which the caller has waited for batches.
+        has_ended: Whether the last batch has been returned.
+    """
 
     def __init__(
         self,
@@ -211,6 +212,9 @@ class BatchIterator(Iterator[Batch]):
         num_workers: int,
         pin_memory: bool,
     ) -> None:
+        self.count = 0
+        self.waited = 0.0
+        self.has_ended = False
         self._ahead: _ReadAhead | None = None
         self._batches: Iterator[Batch]
         if num_workers:
@@ -219,7 +223,15 @@ class BatchIterator(Iterator[Batch]):
             self._batches = self._ahead = _ReadAhead(batch, places, pin_memory)
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        begun = time.perf_counter()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.has_ended = True
+            raise
+        self.waited += time.perf_counter() - begun
+        self.count += 1
+        return batch
 
     def close(self) -> None:
         if self._ahead is not None:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.samples.base import SOURCE, Arrays, Samples
+from portable.batch import SOURCE
+from portable.data.samples.base import Arrays, Samples
 from portable.data.samples.order import seed_of
 from portable.errors import UserError
 

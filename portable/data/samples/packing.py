@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.samples.base import IGNORED, Arrays, OfCache, Part
+from portable.batch import IGNORED
+from portable.data.samples.base import Arrays, OfCache, Part
 from portable.data.samples.truncation import Truncation, slice_of
 from portable.data.sources.documents import digest_of
 from portable.data.tokens.cache import FORMAT, TokenCache, TokenWriter

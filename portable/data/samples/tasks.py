@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.samples.base import IGNORED, LAST_LABEL, Arrays, OfCache, cut, pad_rows
+from portable.batch import IGNORED
+from portable.data.samples.base import LAST_LABEL, Arrays, OfCache, cut, pad_rows
 from portable.data.samples.classes import MULTI, SINGLE
 
 if TYPE_CHECKING:

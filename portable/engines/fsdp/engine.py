@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from converters import Checkpoint
-    from portable.backend import Batch, SaveHandle
+    from portable.backend import SaveHandle
+    from portable.batch import Batch
     from portable.config import RunConfig
     from portable.engines.fsdp.device_loss_scale import DeviceScaler
     from portable.engines.fsdp.offload import HostCopies
@@ -143,14 +144,14 @@ class TorchEngine:
                 output = forward_loss(
                     self._sharded.forward, batch, self.objective, with_token_metrics=with_token_metrics
                 )
-                share = divide_by_global_weight(output, weight, self.objective.global_batch_size)
+                loss, sums = divide_by_global_weight(output, weight, self.objective.global_batch_size)
             # DDP averages gradients across ranks. This factor turns the average into a sum, because the loss
             # is already divided by the global token count.
-            scaled_loss = share.loss * self._sharded.averaging
+            scaled_loss = loss * self._sharded.averaging
             (scaled_loss if self._scaler is None else scaled_loss * self._scaler.scale).backward()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.keep_gradients(self._trainable, last=last)
-        return share.detach()
+        return sums
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         """Clip the gradients, take an optimizer step, and zero the gradients."""

@@ -1,7 +1,8 @@
-"""Brings what a run writes into a local folder of each rank to an object store.
+"""Uploads of a run in an object store.
 
-A run in a bucket works in a local folder, as any other. Its mirror uploads a checkpoint once it is written,
-and what has grown of the records; a marker, written last, makes a checkpoint whole.
+Each rank of such a run writes to a local folder. Its :class:`Publisher` uploads the checkpoints, once they
+are written, and the files of the run that have changed. A marker that is uploaded last completes a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -13,17 +14,15 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.completion_markers import begin, complete
 from converters.storage.places import copy_file, files_below, is_taken
 from converters.writers.parallel import in_parallel
-from portable.checkpoint.store import Checkpoints
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes
 from portable.output.lease import Lease
-from portable.output.output_dir import Output
 from portable.paths import storage_errors
 from portable.temporary_folder import lasting_folder
 from portable.terminal import tell
@@ -34,29 +33,37 @@ if TYPE_CHECKING:
     from converters.storage.listed import Object
     from converters.storage.object_store import RemotePath
 
-UPLOADS = 8  # files that a rank sends at a time
+UPLOADS = 8  # files that a rank uploads in parallel
 PATIENCE = 30.0  # seconds for which a request of a save is repeated: the next save tries again
 PAUSE = 30.0  # minimum seconds between uploads of records
 SHARE = 20  # these take at most 1/20 of the time, because a file that grows is uploaded again as a whole
 
 
-class Mirror(Output):
-    """The output of a rank to a URL. Every rank has a local folder, so ranks need no shared file system.
+class Publisher:
+    """Uploads the files of one rank to the URL of a run.
+
+    Every rank has a local folder of its own, so that the ranks do not need a shared file system.
 
     Args:
-        place: the URL of the run.
-        rank: of this process.
-        staging: the local folder for uploads; None for one in the system's temporary folder.
-        outage_seconds: for how long saves may fail because the store is away.
+        place: URL of the run.
+        rank: Rank of this process.
+        staging: Local folder for files that are not uploaded yet. None for the system's temporary folder.
+        outage_seconds: Time in seconds for which the object store may be unavailable before a failed save
+            stops the run.
+
+    Attributes:
+        store: URL of the run, for requests that are repeated for a limited time.
+        work: Local folder for the files of the run, which appear under the same names at ``store``.
+        shards: Local folder for checkpoints that are being written.
+        scratch: Local folder for temporary files, which are not uploaded. It may not exist.
     """
 
     def __init__(
         self, place: RemotePath, rank: int, staging: str | None, *, outage_seconds: float = 3600.0
     ) -> None:
-        self.place = place
-        self.agreed = str(place)
-        self.rank = rank
-        self._outage_seconds = outage_seconds
+        self.outage_seconds = outage_seconds
+        self._place = place
+        self._rank = rank
         self.store = place.patient(PATIENCE)
         self._base = Path(staging or lasting_folder()).absolute()
         self._prefix = f"portable-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}-rank-{rank}-"
@@ -80,14 +87,25 @@ class Mirror(Output):
             probe.write_bytes(b"")
             probe.unlink()
 
-    def held(self) -> Lease:
+    def build_lease(self) -> Lease:
+        """Build the lease of the URL. While another run holds it, uploads fail. Called on rank 0."""
         self._lease = Lease(self.store)
         return self._lease
 
     def open(self, shard_bytes: Callable[[], int]) -> None:
+        """Create the local folders, and download the log files of earlier launches.
+
+        Called on all ranks while rank 0 has the lease.
+
+        Args:
+            shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
+
+        Raises:
+            UserError: If the local folder cannot be created or has too little space.
+        """
         try:
-            for left in self._base.glob(f"{self._prefix}*"):  # by a killed launch
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self._base.glob(f"{self._prefix}*"):  # of a killed launch
+                shutil.rmtree(leftover, ignore_errors=True)
             self._base.mkdir(parents=True, exist_ok=True)
             self._staging.mkdir(mode=0o700)
             self.shards.mkdir()
@@ -103,10 +121,10 @@ class Mirror(Output):
         if needed > free:
             raise UserError(
                 f"checkpoint.staging_dir: {self.shards} has {human_bytes(free)} free, but this machine's "
-                f"shards of a checkpoint need about {human_bytes(needed)} before the upload to {self.place}; "
-                "choose a folder with more space"
+                f"shards of a checkpoint need about {human_bytes(needed)} before the upload to "
+                f"{self._place}; choose a folder with more space"
             )
-        if self.rank == 0:
+        if self._rank == 0:
             self._fetch_records()
 
     def _fetch_records(self) -> None:
@@ -118,58 +136,67 @@ class Mirror(Output):
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
-        folder = self.store / "checkpoints"
-        return Checkpoints(
-            folder, keep=keep, rank=self.rank, mirror=self, outage_seconds=self._outage_seconds
-        )
-
-    def begin(self, final: RemotePath) -> None:
-        """Mark a checkpoint as being written. On rank 0, before any rank sends."""
+    def begin_checkpoint(self, final: RemotePath) -> None:
+        """Mark a checkpoint as being uploaded. Called on rank 0, before any rank uploads."""
         self._token = begin(final)
 
-    def send(self, written: Path, final: RemotePath) -> None:
-        """Upload this rank's files of a checkpoint, and its records.
+    def upload_checkpoint(self, written: Path, final: RemotePath) -> None:
+        """Upload this rank's files of a checkpoint, and the changed files of the run.
 
         Raises:
-            RemoteError: what was sent stays, marked as incomplete; no upload is left open.
+            RemoteError: If the upload failed. Uploaded files remain, and the checkpoint is marked as
+                incomplete.
         """
-        _send({written / name: final / name for name in files_below(written)})
-        self._publish()
+        _upload({written / name: final / name for name in files_below(written)})
+        self._upload_changed()
 
-    def complete(self, final: RemotePath, step: int | None) -> None:
-        """Mark a checkpoint as complete, if this run still holds its lease. On rank 0, when all have sent."""
-        self.check_held()
+    def complete_checkpoint(self, final: RemotePath, step: int | None) -> None:
+        """Mark a checkpoint as complete. Called on rank 0, after all ranks have uploaded.
+
+        Raises:
+            RunError: If another run has taken the lease.
+        """
+        self._check_lease()
         complete(final, self._token, step=step)
 
-    def check_held(self) -> None:
-        """RunError if another run has taken over."""
+    def _check_lease(self) -> None:
+        """Raise RunError if another run has taken the lease."""
         if self._lease is not None:
             self._lease.check()
 
-    # -- records ---------------------------------------------------------------------------------------------
+    # -- files of the run ------------------------------------------------------------------------------------
 
     def publish(self) -> None:
+        """Upload the changed files of the run.
+
+        Raises:
+            RunError: If the upload failed, or another run has taken the lease.
+        """
         try:
-            self._publish()
+            self._upload_changed()
         except (CheckpointError, OSError) as error:
             raise RunError(f"output_dir: {one_line(error)}") from error
 
-    def _publish(self) -> None:
-        """Upload what is new of the records; RemoteError if that fails."""
+    def _upload_changed(self) -> None:
+        """Upload the changed files of the run. Raises RemoteError if the upload failed."""
         with self._sending:
             began = time.monotonic()
             try:
-                self.check_held()
+                self._check_lease()
                 # Hidden files are temporary and will be renamed.
                 names = {n: f for n, f in files_below(self.work).items() if "/." not in f"/{n}"}
-                new = {name: found for name, found in names.items() if self._sent.get(name) != found}
-                _send({self.work / name: self.store / name for name in new})
+                changed = {name: file for name, file in names.items() if self._sent.get(name) != file}
+                _upload({self.work / name: self.store / name for name in changed})
             finally:
                 self._next = time.monotonic() + max(PAUSE, SHARE * (time.monotonic() - began))
-            self._sent.update(new)
+            self._sent.update(changed)
 
     def publish_soon(self, *, at_once: bool = False) -> None:
+        """Upload the changed files of the run in the background, without raising errors.
+
+        Args:
+            at_once: Whether to start now, and not some time after the last upload.
+        """
         busy = self._sender is not None and self._sender.is_alive()
         if not at_once and (busy or time.monotonic() < self._next):
             return
@@ -183,12 +210,13 @@ class Mirror(Output):
             tell(f"warning: {one_line(error)}; trying again later")
 
     def close(self) -> None:
+        """Upload the last files, and delete the local folder. Never raises."""
         if is_taken(self._staging):
             self._try_to_publish()
             shutil.rmtree(self._staging, ignore_errors=True)
 
 
-def _send(files: Mapping[Path, RemotePath]) -> None:
-    """Upload files side by side. The first error is raised after the running uploads have ended."""
+def _upload(files: Mapping[Path, RemotePath]) -> None:
+    """Upload files in parallel. The first error is raised after the running uploads have ended."""
     jobs = (lambda _, path=path, target=target: target.upload_file(path) for path, target in files.items())
     in_parallel(jobs, lambda _: None, UPLOADS)

@@ -1,0 +1,100 @@
+"""Plan of a conversion: the output files, and the contents of each file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from converters.tensors.casting import BLOCK_BYTES, Losses
+from converters.tensors.entry import Entry
+from converters.writers.parallel import threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Trailer:
+    """Bytes that follow a tensor in a file and depend on the CRC32 of the tensor's data.
+
+    Attributes:
+        nbytes: Size of the trailer in bytes.
+        compute: Function that takes the CRC32 of the tensor's data and returns the trailer.
+        late: Whether to write the trailer after all other parts of the plan, for example because it depends
+            on the CRC32 of several tensors.
+    """
+
+    nbytes: int
+    compute: Callable[[int], bytes]
+    late: bool = False
+
+
+Part = bytes | Entry | Trailer
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """File to write.
+
+    Attributes:
+        name: Path of the file, relative to the output folder.
+        parts: Contents of the file, as a sequence of literal bytes, tensors, and trailers.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Tensors in the file."""
+        return [part for part in self.parts if isinstance(part, Entry)]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return sum(map(count_bytes, self.parts))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Complete output of a conversion.
+
+    Attributes:
+        files: Files that contain tensors.
+        documents: Contents of other small files to write, keyed by file name.
+        companions: Source paths of files to copy unchanged, keyed by the file name in the output.
+        reopen: Function that opens the written folder and returns its tensors, keyed by `Entry.name`. With
+            `--verify`, these tensors are compared with the source.
+        losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
+            `carry_out`.
+    """
+
+    files: tuple[PlannedFile, ...]
+    documents: Mapping[str, bytes]
+    companions: Mapping[str, Place]
+    reopen: Callable[[Place], Mapping[str, Tensor]]
+    losses: Losses = field(default_factory=Losses)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all output files."""
+        return {*(file.name for file in self.files), *self.documents, *self.companions}
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of the files that contain tensors, in bytes."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def buffer(self) -> int:
+        """Peak memory used for tensor data while the plan is carried out, in bytes."""
+        casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
+        return BLOCK_BYTES * (3 if casts else 1) * threads()
+
+
+def count_bytes(part: Part) -> int:
+    """Return the size of a part in bytes."""
+    return len(part) if isinstance(part, bytes) else part.nbytes

@@ -1,0 +1,73 @@
+"""The device of a rank on torch.distributed.
+
+This module does not import torch at module level, because records of backends derive from
+:class:`TorchDevice` (see :mod:`portable.engines.package`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from portable.backend import Diagnostics
+
+
+class TorchDevice:
+    """A kind of device, as a rank uses it. Each rank has one device."""
+
+    name: str
+    """Name of the backend."""
+
+    def open(self, local_rank: int, local_world_size: int) -> torch.device:
+        """Return the device of a rank.
+
+        Args:
+            local_rank: Rank among the ranks of this machine.
+            local_world_size: Number of ranks of this machine.
+
+        Raises:
+            UserError: If this machine has no device for the rank.
+        """
+        raise NotImplementedError
+
+    def start(self, device: torch.device) -> None:
+        """Make ``device`` the current device, before the process group starts."""
+        import torch
+
+        torch.accelerator.set_device_index(device.index)
+
+    def diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
+        """Return the diagnostics of a rank's device, for debugging."""
+        from portable.backend import Diagnostics
+
+        return Diagnostics()
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        """Measure the memory in use; see :meth:`portable.backend.Backend.memory`."""
+        import torch
+
+        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+    def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
+        """Return a context in which allocations beyond the memory of a rank raise.
+
+        Args:
+            device: Device of the rank.
+            world_size: Number of ranks of the run.
+
+        Returns:
+            The context. None if the device does not support limits.
+        """
+        return None
+
+    def shape_multiple(self, device: torch.device, precision: str) -> int | None:
+        """See :meth:`portable.backend.Backend.shape_multiple`."""
+        return None
+
+    def peak_flops(self, device: torch.device, precision: str) -> float | None:
+        """See :meth:`portable.backend.Backend.peak_flops`."""
+        return None

@@ -1,0 +1,51 @@
+"""Result of an optimizer step, and the progress of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from portable.evaluation.best_tracker import EvalHistory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of an optimizer step.
+
+    The tensors stay on the device, so creating a result does not trigger a host-device sync.
+
+    Attributes:
+        loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
+        grad_norm: Global gradient norm before clipping, an fp32 scalar.
+        metrics: Values that are logged besides the loss, fp32 ``[metrics]``.
+        metric_names: Names of ``metrics``, for :meth:`portable.model.loss.Objective.name_metrics`.
+        learning_rate: Learning rate used for the step.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    metrics: Tensor
+    metric_names: tuple[str, ...] = ()
+    learning_rate: float = 0.0
+
+
+@dataclass
+class Progress:
+    """Progress of the run, saved in every checkpoint and restored on resume.
+
+    Attributes:
+        step: Number of optimizer steps taken so far.
+        samples: Number of samples consumed so far, which is also the position in the data.
+        skipped: Number of steps whose update was skipped, as of the last read from the device.
+        eval_history: Best evaluation results and the early-stopping counters.
+        ended: True if early stopping has ended the run.
+    """
+
+    step: int
+    samples: int
+    skipped: int = 0
+    eval_history: EvalHistory = field(default_factory=EvalHistory)
+    ended: bool = False
