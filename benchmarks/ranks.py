@@ -252,7 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = max(ended.values(), default=0.0)
         print(
             f"{options.ranks} ranks, rank {options.victim} killed: {len(ended)} others ended after at most "
-            f"{last:.1f} s ({time.monotonic() - begun:.0f} s in all)"
+            f"{last:.1f} s ({time.monotonic() - begun:.0f} s in all); load {os.getloadavg()[0]:.0f}",
+            flush=True,
         )
         lines = [line for path in sorted(errors.iterdir()) for line in path.read_text().splitlines()]
         for line in lines:
@@ -261,13 +262,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         end = max(read_losses(run)) + STEPS_AFTER
         flags = config_flags(run, data, end, options.batch)
         codes = wait_for(start_ranks(options.fewer, train, flags, errors))
-        print(f"resumed on {options.fewer} ranks: exit codes {codes}")
+        seconds = time.monotonic() - begun
+        print(f"resumed on {options.fewer} ranks: exit codes {codes} ({seconds:.0f} s in all)", flush=True)
         truth = folder / "truth"
         flags = config_flags(truth, data, end, options.batch)
         codes |= wait_for(start_ranks(1, train, flags, errors))
         ours, theirs = read_losses(run), read_losses(truth)
         worst = max((abs(ours[step] / theirs[step] - 1) for step in theirs if step in ours), default=1.0)
-        print(f"{len(ours)} losses, {len(theirs)} of one rank; largest relative difference {worst:.1e}")
+        print(
+            f"{len(ours)} losses, {len(theirs)} of one rank; largest relative difference {worst:.1e} "
+            f"({time.monotonic() - begun:.0f} s in all)"
+        )
         good = len(ended) == options.ranks - 1 and max(ended.values()) <= options.seconds
         good = good and codes == {0} and set(ours) == set(theirs) and worst < TOLERANCE
     return 0 if good else 1

@@ -10,18 +10,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from portable.node_folder import get_node_folder
+from portable.node_folder import get_node_folder, is_recent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_RECENT = 900.0
-"""Seconds for which an answer counts. Ranks that the same shell starts later should see new commits."""
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
 _is_asking = False
@@ -51,7 +48,7 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
     try:
         with (get_node_folder() / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if not _is_recent(answered):
+            if not is_recent(answered):
                 with _asking():
                     result = ask()
                 answered.touch()
@@ -59,7 +56,7 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
         with _offline():
             return ask()
     except Exception:
-        if not _is_recent(answered):
+        if not is_recent(answered):
             raise
     finally:
         _revisions[f"{repo_type} {name}"] = _read_revision(name, repo_type)
@@ -69,13 +66,6 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
 def get_revisions() -> dict[str, str]:
     """Return the commit of each repository that this process has read."""
     return {name: revision for name, revision in _revisions.items() if revision}
-
-
-def _is_recent(answered: Path) -> bool:
-    try:
-        return time.time() - answered.stat().st_mtime < _RECENT
-    except FileNotFoundError:
-        return False
 
 
 def _is_path(name: str) -> bool:

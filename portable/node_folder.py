@@ -9,11 +9,13 @@ import atexit
 import fcntl
 import hashlib
 import os
+import pickle
 import shutil
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from portable.temporary_folder import lasting_folder
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PREFIX = "portable-node-"
+_RECENT = 900.0
+T = TypeVar("T")
 _SHARED = "shared-"
 """Prefix of files that one rank writes and all ranks of the node read."""
 
@@ -40,7 +44,7 @@ def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
         path = get_node_folder() / f"{_SHARED}{hashlib.sha256(key.encode()).hexdigest()}"
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if not path.exists():
+            if not is_recent(path):
                 draft = path.with_suffix(".draft")
                 try:
                     write(draft)
@@ -50,6 +54,42 @@ def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
     except OSError:
         return None
     return path
+
+
+def compute_once(key: str, compute: Callable[[], T]) -> T:
+    """Compute a value in one rank of this node; the other ranks wait for it and read it.
+
+    Args:
+        key: Key of the value.
+        compute: Function that computes a value that can be pickled. If it fails, the next rank calls it.
+
+    Returns:
+        The value. A process that is not a rank computes it.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return compute()
+    computed: list[T] = []
+
+    def write(path: Path) -> None:
+        computed.append(compute())
+        path.write_bytes(pickle.dumps(computed[0]))
+
+    path = build_once(key, write)
+    if not computed and path is not None:
+        with suppress(FileNotFoundError):  # another rank has failed, and has removed it
+            computed.append(pickle.loads(path.read_bytes()))  # noqa: S301 (written by this user's ranks)
+    return computed[0] if computed else compute()
+
+
+def is_recent(path: Path) -> bool:
+    """Return whether a file was written within the last 15 minutes.
+
+    A shell may start several launches, and a later launch should read new data.
+    """
+    try:
+        return time.time() - path.stat().st_mtime < _RECENT
+    except FileNotFoundError:
+        return False
 
 
 def remove_shared_files() -> None:
