@@ -193,6 +193,18 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
     }
 
 
+def print_exponents(rows: Sequence[dict[str, float]]) -> None:
+    """Print the exponents of growth in the number of ranks, between the first and the last row."""
+    if len(rows) > 1:
+        first, last = rows[0], rows[-1]
+        growth = math.log(last["ranks"] / first["ranks"])
+        columns = [
+            name for name in first if name in last and name != "ranks" and first[name] > 0 < last[name]
+        ]
+        exponents = {name: math.log(last[name] / first[name]) / growth for name in columns}
+        print("exponents:", "  ".join(f"{name} {value:.2f}" for name, value in exponents.items()))
+
+
 # -- steps during a save ------------------------------------------------------------------------------------
 
 
@@ -381,6 +393,7 @@ def main() -> None:
         for ranks in options.ranks:
             rows.append(measure_growth(options.tensors, ranks, sparse=options.sparse))
             print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+        print_exponents(rows)
     if options.command == "steps":
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()))
     if options.json is not None:
