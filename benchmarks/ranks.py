@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 STEPS_AFTER = 10  # that the run takes after the death
 CALLS = 100
 TOLERANCE = 1e-5
-PRELOADED = ("portable.run.rank", "portable.engines.backend", "torch.distributed.checkpoint", "torch._dynamo")
+PRELOADED = (
+    "portable.run.rank",
+    "portable.engines.backend",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "benchmarks.freeze_imports",
+)
 
 
 def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
@@ -237,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="that a rank may run on after a death")
     parser.add_argument("--messages", type=int, nargs="*", default=[2, 4, 8, 16])
     options = parser.parse_args(argv)
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of accelerators that are installed, but not used
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as name:
