@@ -167,7 +167,7 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
         same, same_mb = measure_opening(folder, f"{ranks - 1}/{ranks}")
         half, half_mb = measure_opening(folder, f"{ranks // 2 - 1}/{ranks // 2}")
         whole, whole_mb = (math.nan, math.nan) if sparse else measure_opening(folder, "all")
-        earlier = {}
+        earlier = dict[str, float]()
         if not sparse:  # `.metadata` of an earlier version, which wrote no tables
             for name in (CHECKSUMS, *(table.record.name for table in tables)):
                 (folder / name).unlink()
@@ -259,18 +259,19 @@ def train_with_saves(
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-steps-"))
     save = choose_saver(place)
     alone, during = list[StepTime](), list[StepTime]()
-    stalls, lengths = list[float](), list[float]()
+    stalls, lengths, others = list[float](), list[float](), list[float]()
     try:
         for number in range(saves):
             target = folder / str(number)
             target.mkdir()
-            started = time.perf_counter()
+            started, of_others = time.perf_counter(), time.process_time() - time.thread_time()
             with on_core(*cores[1:], back_to=cores[:1]):  # new threads and processes stay on this core
                 done = save(state, target)
             stalls.append(time.perf_counter() - started)
             while not done():
                 during.append(measure_step(model, optimizer, batch))
             lengths.append(time.perf_counter() - started)
+            others.append(time.process_time() - time.thread_time() - of_others)
             alone += [measure_step(model, optimizer, batch) for _ in range(100)]
             shutil.rmtree(target)
             if number == 0:
@@ -286,6 +287,7 @@ def train_with_saves(
     }
     return {
         "step, ms": 1000 * mean["alone"]["wall"],
+        "CPU time of a step, ms": 1000 * mean["alone"]["cpu"],
         "steps during saves": len(during),
         "step during a save, ms": 1000 * mean["during"]["wall"],
         **{
@@ -298,6 +300,7 @@ def train_with_saves(
         },
         "blocked in a step, ms": 1000 * mean["alone"]["blocked"],
         "blocked in a step during a save, ms": 1000 * mean["during"]["blocked"],
+        "CPU time of other threads of the training process in a save, s": statistics.median(others[1:]),
         "save, s": statistics.median(lengths[1:]),
         "stall of the loop, s": statistics.median(stalls[1:]),
     }

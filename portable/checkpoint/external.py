@@ -200,7 +200,8 @@ def open_external(
     Args:
         path: as given by the user.
         order: the model's parameter names in module order, if the model is known.
-        build_once: as for :func:`converters.open_checkpoint`, if all ranks open the checkpoint.
+        build_once: Function that writes a file in one process of each node; None if only one rank opens
+            the checkpoint.
 
     Returns:
         the checkpoint; None if it is this program's, even if incomplete, or if ``path`` does not exist.

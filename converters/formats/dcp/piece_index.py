@@ -92,9 +92,10 @@ class PieceIndex:
         width = 2 * dims + _FACTS
         rows = self._numbers[position : position + count * width].reshape(count, width)
         for axis, (start, size) in enumerate(zip(*region, strict=True)):
-            offsets = rows[:, axis]
-            rows = rows[(offsets < start + size) & (offsets + rows[:, dims + axis] > start)]
-        chunks, items = [], {}
+            starts = rows[:, axis]
+            rows = rows[(starts < start + size) & (starts + rows[:, dims + axis] > start)]
+        chunks: list[tuple[Dims, Dims]] = []
+        items: dict[str, Item] = {}
         for row in rows.tolist():
             offsets, sizes, facts = tuple(row[:dims]), tuple(row[dims : 2 * dims]), row[2 * dims :]
             chunks.append((offsets, sizes))
