@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from portable.errors import note_end_request
 from portable.evaluation.best_tracker import EvalHistory
 from portable.model.loss import add_micro_batches
 from portable.terminal import at_a_terminal
@@ -314,3 +315,5 @@ class StopSignals:
         self.requested = True
         if number == signal.SIGINT:
             signal.signal(number, self._previous.pop(number))
+        else:
+            note_end_request()
