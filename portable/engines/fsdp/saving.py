@@ -59,6 +59,7 @@ class Saver:
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
         self._planner = planner
         self._process = WriterProcess()
+        self._plans: dict[bytes, list[tuple[WriteItem, bool]]] = {}
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -72,7 +73,9 @@ class Saver:
         planner = (self._planner or DefaultSavePlanner)()
 
         def write() -> None:
-            write_checkpoint(state, folder, planner, group, self._process if background else None)
+            process = self._process if background else None
+            plans = self._plans if self._planner is None else None
+            write_checkpoint(state, folder, planner, group, process, plans)
 
         if background:
             return WriteHandle(in_background(write, name="checkpoint"))
@@ -90,6 +93,7 @@ def write_checkpoint(
     planner: DefaultSavePlanner,
     group: dist.ProcessGroup | None,
     process: WriterProcess | None = None,
+    plans: dict[bytes, list[tuple[WriteItem, bool]]] | None = None,
 ) -> None:
     """Write this rank's shards and table; rank 0 also writes ``.metadata``. A collective call.
 
@@ -99,6 +103,7 @@ def write_checkpoint(
         planner: DCP's planner.
         group: Process group of all ranks; None in a single process.
         process: Process that writes large shard files; None to write all in this process.
+        plans: Items of earlier saves of the same engine, keyed by digest of the state dict's keys. Updated.
 
     Raises:
         OSError: On every rank, if any rank could not write its files.
@@ -107,14 +112,23 @@ def write_checkpoint(
     keys: list[KeyEntry] = []
     holders: Mapping[str, tuple[int, ...]] = {}
     written: list[Table] = []
+    digest = b""
 
     def describe() -> bytes:
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+        nonlocal digest
         keys.extend(_describe_keys(planner))
-        return hashlib.blake2b(repr(keys).encode()).digest()
+        digest = hashlib.blake2b(repr(keys).encode()).digest()
+        return digest
 
     def write_own_shards() -> TableRecord:
-        items = _plan_items(planner, ranks, holders)
+        # The placements of an engine do not change, so equal keys have equal items.
+        items = plans.get(digest) if plans is not None and not holders else None
+        if items is None:
+            items = _plan_items(planner, ranks, holders)
+            if plans is not None and not holders:
+                plans.clear()  # an engine saves the same state again and again
+                plans[digest] = items
         nbytes = sum(item.tensor_storage_size() or 0 for item, _ in items)
         is_large = process is not None and nbytes >= MIN_PROCESS_BYTES
         write = process.write_shards if process is not None and is_large else write_shards

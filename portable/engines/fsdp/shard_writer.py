@@ -105,6 +105,8 @@ class WriterProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._sent: Sequence[tuple[WriteItem, bool]] | None = None
+        """Items that the process knows from the file before."""
         self.connection: Connection | None = None
 
     def write_shards(
@@ -117,6 +119,8 @@ class WriterProcess:
     ) -> Table:
         """Write the shard file and the table of a rank; see :func:`write_shards`.
 
+        If ``items`` is the same object as for the file before, neither it nor ``keys`` is sent again.
+
         Raises:
             OSError: If the file cannot be written, or if the process has ended.
         """
@@ -124,7 +128,9 @@ class WriterProcess:
             if self.connection is None or (self._process is not None and self._process.poll() is not None):
                 self.start()
             assert self.connection is not None
-            self.connection.send((folder.absolute(), rank, list(items), list(keys)))
+            plan = None if self._sent is items else (list(items), list(keys))
+            self.connection.send((folder.absolute(), rank, plan))
+            self._sent = items
             while True:
                 kind, value = self.connection.recv()
                 if kind == _DONE:
@@ -166,6 +172,7 @@ class WriterProcess:
         hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
         environment = {**os.environ, **hidden, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self._sent = None
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         self.connection = ours
@@ -223,8 +230,12 @@ class _RemotePlanner:
 
 def serve(connection: Connection) -> None:
     """Write shard files until the training process closes the connection."""
+    items: list[tuple[WriteItem, bool]] = []
+    keys: list[KeyEntry] = []
     while True:
-        folder, rank, items, keys = connection.recv()
+        folder, rank, plan = connection.recv()
+        if plan is not None:
+            items, keys = plan
         planner: Any = _RemotePlanner(connection, items)
         try:
             answer: tuple[str, Any] = _DONE, write_shards(folder, rank, items, keys, planner)
