@@ -9,7 +9,10 @@ table of one rank, rank 0's work on ``.metadata``, and the opening of the checkp
 world, by one of half as many, and by ``portable-convert``, which reads ``.metadata``.
 
 ``steps`` trains a small model and saves a large state in the background. It compares the time of the steps
-during the save with the others.
+during the save with the others. If other programs use the cores as well, the wall times say little. The time
+without core waits is the wall time without the time in which the thread was ready to run but another thread
+or program had its core: the kernel counts both. ``--cores 0 1`` keeps the training loop on one core, and what
+the save starts on the other.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +40,7 @@ import torch
 from isal import isal_zlib
 
 from converters import item_checksums, open_checkpoint
+from converters.formats.dcp.checksums import CHECKSUMS
 from converters.writers.dcp_tables import (
     KeyEntry,
     WrittenPiece,
@@ -44,7 +50,7 @@ from converters.writers.dcp_tables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from converters.writers.dcp_tables import Table
 
@@ -96,11 +102,22 @@ def measure_cpu(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def open_as(folder: Path, rank: tuple[int, int] | None) -> None:
-    """Open a checkpoint and read one rank's rows, and print the seconds of CPU time and the peak memory."""
+def open_as(folder: Path, rank: tuple[int, int] | None, shared: Path | None) -> None:
+    """Open a checkpoint and read one rank's rows, and print the seconds of CPU time and the peak memory.
+
+    Args:
+        folder: Folder of the checkpoint.
+        rank: The rank and the world size; None to read all metadata.
+        shared: File that the first process of a node writes and the others read.
+    """
+
+    def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
+        if shared is not None and not shared.exists():
+            write(shared)
+        return shared
 
     def read() -> None:
-        checkpoint = open_checkpoint(folder, rank=rank)
+        checkpoint = open_checkpoint(folder, rank=rank, build_once=None if shared is None else build_once)
         assert checkpoint.optimizer is not None
         for name, tensor in checkpoint.tensors.items():
             if rank is not None:
@@ -114,9 +131,10 @@ def open_as(folder: Path, rank: tuple[int, int] | None) -> None:
     print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
-def measure_opening(folder: Path, rank: str) -> tuple[float, float]:
+def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tuple[float, float]:
     """Open a checkpoint in a new process; returns the seconds of CPU time and the additional peak MB."""
     command = [sys.executable, "-m", "benchmarks.checkpoint_scale", "open", str(folder), "--rank", rank]
+    command += [] if shared is None else ["--shared", str(shared)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return float(output[0]), float(output[1])
 
@@ -149,6 +167,14 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
         same, same_mb = measure_opening(folder, f"{ranks - 1}/{ranks}")
         half, half_mb = measure_opening(folder, f"{ranks // 2 - 1}/{ranks // 2}")
         whole, whole_mb = (math.nan, math.nan) if sparse else measure_opening(folder, "all")
+        earlier = dict[str, float]()
+        if not sparse:  # `.metadata` of an earlier version, which wrote no tables
+            for name in (CHECKSUMS, *(table.record.name for table in tables)):
+                (folder / name).unlink()
+            for reader in ("first rank of a node", "another rank"):
+                cpu, mb = measure_opening(folder, f"{ranks - 1}/{ranks}", folder / "index")
+                earlier |= {f"no tables, {reader}, s": cpu, f"no tables, {reader}, MB": mb}
+            earlier["index, MB"] = (folder / "index").stat().st_size / 1e6
     finally:
         shutil.rmtree(folder)
     return {
@@ -163,14 +189,63 @@ def measure_growth(parameters: int, ranks: int, *, sparse: bool = False) -> dict
         "half the world, MB": half_mb,
         "all pieces, s": whole,
         "all pieces, MB": whole_mb,
+        **earlier,
     }
+
+
+def print_exponents(rows: Sequence[dict[str, float]]) -> None:
+    """Print the exponents of growth in the number of ranks, between the first and the last row."""
+    if len(rows) > 1:
+        first, last = rows[0], rows[-1]
+        growth = math.log(last["ranks"] / first["ranks"])
+        columns = [
+            name for name in first if name in last and name != "ranks" and first[name] > 0 < last[name]
+        ]
+        exponents = {name: math.log(last[name] / first[name]) / growth for name in columns}
+        print("exponents:", "  ".join(f"{name} {value:.2f}" for name, value in exponents.items()))
 
 
 # -- steps during a save ------------------------------------------------------------------------------------
 
 
-def train_with_saves(place: str, tensors: int, megabytes: int, device: str) -> dict[str, float]:
-    """Train a small model, save in the background, and compare the steps during saves with the others."""
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step.
+
+    Attributes:
+        wall: Seconds from start to end.
+        cpu: Seconds that the thread of the training loop ran on a core.
+        queued: Seconds that it waited for a core that another thread or program used.
+    """
+
+    wall: float
+    cpu: float
+    queued: float
+
+    @property
+    def alone(self) -> float:
+        """Seconds from start to end if a core had been free at any time."""
+        return self.wall - self.queued
+
+    @property
+    def blocked(self) -> float:
+        """Seconds in which the thread waited for Python's global lock, or for the disk."""
+        return self.wall - self.queued - self.cpu
+
+
+def train_with_saves(
+    place: str, tensors: int, megabytes: int, device: str, *, saves: int = 4, cores: Sequence[int] = ()
+) -> dict[str, float]:
+    """Train a small model, save in the background, and compare the steps during saves with the others.
+
+    Args:
+        place: Thread or process that writes.
+        tensors: Number of tensors of the state.
+        megabytes: Size of the state.
+        device: Device of the model and the state.
+        saves: Number of saves. The first one is not counted, because it starts processes.
+        cores: Core of the training loop, and core of all other threads and processes; any core if empty.
+    """
     import torch.distributed as dist
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541", "RANK": "0", "WORLD_SIZE": "1"}
@@ -183,42 +258,85 @@ def train_with_saves(place: str, tensors: int, megabytes: int, device: str) -> d
     state = {"model": {f"layers.{n}.weight": torch.zeros(numel, device=device) for n in range(tensors)}}
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-steps-"))
     save = choose_saver(place)
-    alone, during, stalls, lengths = [], [], [], []
+    alone, during = list[StepTime](), list[StepTime]()
+    stalls, lengths, others = list[float](), list[float](), list[float]()
     try:
-        for number in range(4):
+        for number in range(saves):
             target = folder / str(number)
             target.mkdir()
-            started = time.perf_counter()
-            done = save(state, target)
+            started, of_others = time.perf_counter(), time.process_time() - time.thread_time()
+            with on_core(*cores[1:], back_to=cores[:1]):  # new threads and processes stay on this core
+                done = save(state, target)
             stalls.append(time.perf_counter() - started)
             while not done():
                 during.append(measure_step(model, optimizer, batch))
             lengths.append(time.perf_counter() - started)
+            others.append(time.process_time() - time.thread_time() - of_others)
             alone += [measure_step(model, optimizer, batch) for _ in range(100)]
             shutil.rmtree(target)
-            if number == 0:  # the first save starts processes and allocates memory
+            if number == 0:
                 during.clear()
     finally:
         shutil.rmtree(folder)
+    mean = {
+        kind: {
+            name: statistics.mean(getattr(step, name) for step in steps)
+            for name in ("wall", "alone", "cpu", "blocked")
+        }
+        for kind, steps in (("alone", alone), ("during", during))
+    }
     return {
-        "step, ms": 1000 * statistics.mean(alone),
-        "step during a save, ms": 1000 * statistics.mean(during),
-        "ratio": statistics.mean(during) / statistics.mean(alone),
-        "ratio of medians": statistics.median(during) / statistics.median(alone),
+        "step, ms": 1000 * mean["alone"]["wall"],
+        "CPU time of a step, ms": 1000 * mean["alone"]["cpu"],
+        "steps during saves": len(during),
+        "step during a save, ms": 1000 * mean["during"]["wall"],
+        **{
+            f"ratio of {label}": mean["during"][name] / mean["alone"][name]
+            for name, label in (
+                ("wall", "wall times"),
+                ("alone", "times without core waits"),
+                ("cpu", "CPU times"),
+            )
+        },
+        "blocked in a step, ms": 1000 * mean["alone"]["blocked"],
+        "blocked in a step during a save, ms": 1000 * mean["during"]["blocked"],
+        "CPU time of other threads of the training process in a save, s": statistics.median(others[1:]),
         "save, s": statistics.median(lengths[1:]),
         "stall of the loop, s": statistics.median(stalls[1:]),
     }
 
 
-def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
-    """Return the seconds of one optimizer step."""
-    started = time.perf_counter()
+@contextmanager
+def on_core(*core: int, back_to: Sequence[int]) -> Iterator[None]:
+    """Run this thread on a core, and then on another one. Threads started here stay on the first core."""
+    if core:
+        os.sched_setaffinity(0, core)
+    try:
+        yield
+    finally:
+        if back_to:
+            os.sched_setaffinity(0, back_to)
+
+
+def read_core_times() -> tuple[float, float]:
+    """Return the seconds that this thread has run on a core, and that it has waited for one."""
+    try:
+        ran, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+    except OSError:  # not on this system
+        return time.thread_time(), 0.0
+    return int(ran) / 1e9, int(queued) / 1e9
+
+
+def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> StepTime:
+    """Take one optimizer step."""
+    (ran, queued), started = read_core_times(), time.perf_counter()
     model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     if batch.is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    wall, (ran_after, queued_after) = time.perf_counter() - started, read_core_times()
+    return StepTime(wall, ran_after - ran, queued_after - queued)
 
 
 def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bool]]:
@@ -258,22 +376,27 @@ def main() -> None:
     steps.add_argument("--tensors", type=int, default=3411)
     steps.add_argument("--megabytes", type=int, default=400)
     steps.add_argument("--device", default="cpu")
+    steps.add_argument("--saves", type=int, default=4)
+    steps.add_argument("--cores", type=int, nargs=2, default=(), help="of the training loop, and of the save")
     steps.add_argument("--json", type=Path)
     opened = commands.add_parser("open")
     opened.add_argument("folder", type=Path)
     opened.add_argument("--rank", required=True)
+    opened.add_argument("--shared", type=Path)
     options = parser.parse_args()
     if options.command == "open":
         rank, _, world_size = options.rank.partition("/")
-        open_as(options.folder, (int(rank), int(world_size)) if world_size else None)
+        open_as(options.folder, (int(rank), int(world_size)) if world_size else None, options.shared)
         return
     if options.command == "steps":
-        rows = [train_with_saves(options.place, options.tensors, options.megabytes, options.device)]
+        arguments = options.place, options.tensors, options.megabytes, options.device
+        rows = [train_with_saves(*arguments, saves=options.saves, cores=options.cores)]
     else:
         rows = []
         for ranks in options.ranks:
             rows.append(measure_growth(options.tensors, ranks, sparse=options.sparse))
             print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+        print_exponents(rows)
     if options.command == "steps":
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()))
     if options.json is not None:

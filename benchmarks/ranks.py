@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 STEPS_AFTER = 10  # that the run takes after the death
 CALLS = 100
 TOLERANCE = 1e-5
-PRELOADED = ("portable.run.rank", "portable.engines.backend", "torch.distributed.checkpoint", "torch._dynamo")
+PRELOADED = (
+    "portable.run.rank",
+    "portable.engines.backend",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "benchmarks.freeze_imports",
+)
 
 
 def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
@@ -237,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="that a rank may run on after a death")
     parser.add_argument("--messages", type=int, nargs="*", default=[2, 4, 8, 16])
     options = parser.parse_args(argv)
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of accelerators that are installed, but not used
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as name:
@@ -252,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = max(ended.values(), default=0.0)
         print(
             f"{options.ranks} ranks, rank {options.victim} killed: {len(ended)} others ended after at most "
-            f"{last:.1f} s ({time.monotonic() - begun:.0f} s in all)"
+            f"{last:.1f} s ({time.monotonic() - begun:.0f} s in all); load {os.getloadavg()[0]:.0f}",
+            flush=True,
         )
         lines = [line for path in sorted(errors.iterdir()) for line in path.read_text().splitlines()]
         for line in lines:
@@ -261,13 +271,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         end = max(read_losses(run)) + STEPS_AFTER
         flags = config_flags(run, data, end, options.batch)
         codes = wait_for(start_ranks(options.fewer, train, flags, errors))
-        print(f"resumed on {options.fewer} ranks: exit codes {codes}")
+        seconds = time.monotonic() - begun
+        print(f"resumed on {options.fewer} ranks: exit codes {codes} ({seconds:.0f} s in all)", flush=True)
         truth = folder / "truth"
         flags = config_flags(truth, data, end, options.batch)
         codes |= wait_for(start_ranks(1, train, flags, errors))
         ours, theirs = read_losses(run), read_losses(truth)
         worst = max((abs(ours[step] / theirs[step] - 1) for step in theirs if step in ours), default=1.0)
-        print(f"{len(ours)} losses, {len(theirs)} of one rank; largest relative difference {worst:.1e}")
+        print(
+            f"{len(ours)} losses, {len(theirs)} of one rank; largest relative difference {worst:.1e} "
+            f"({time.monotonic() - begun:.0f} s in all)"
+        )
         good = len(ended) == options.ranks - 1 and max(ended.values()) <= options.seconds
         good = good and codes == {0} and set(ours) == set(theirs) and worst < TOLERANCE
     return 0 if good else 1

@@ -1,10 +1,11 @@
 """Tokenizing a source: its speed, the memory of the process that reads it, and what a kill costs.
 
-    python -m benchmarks.tokenizing [--megabytes 60] [--json FILE]
+    python -m benchmarks.tokenizing [--megabytes 60] [--processes 1 2] [--json FILE]
 
 The source is a `.jsonl` file of random words, and the tokenizer a byte-pair encoding that is trained on them.
 The file is tokenized once without an interruption, and once by a process that is killed about halfway and
-continued by another. The tokens must be the same.
+continued by another. The tokens must be the same. ``--processes`` tokenizes it with each of these numbers of
+processes instead, each of which uses one thread. The CPU time is the sum of all processes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _WORDS, _WORDS_PER_DOCUMENT = 5000, 400
 _SAVE_SECONDS = 3.0
@@ -39,8 +43,12 @@ def write_source(path: Path, megabytes: float) -> None:
             file.write(json.dumps({"text": text}) + "\n")
 
 
-def tokenize(source: Path, cache: Path, tokenizer_folder: Path) -> dict[str, Any]:
-    """Tokenize a file; returns the seconds, the number of tokens, their digest, and the peak memory."""
+def tokenize(
+    source: Path, cache: Path, tokenizer_folder: Path, processes: int | None = None
+) -> dict[str, Any]:
+    """Tokenize a file in as many processes; returns the seconds, the tokens, their digest, and the memory."""
+    if processes is not None:
+        os.environ["RAYON_NUM_THREADS"] = "1"  # the threads of the tokenizers library
     from portable.config.sections import DataConfig
     from portable.data.sources.opening import open_source
     from portable.data.sources.source import SourceSettings
@@ -56,30 +64,49 @@ def tokenize(source: Path, cache: Path, tokenizer_folder: Path) -> dict[str, Any
     vocabulary = Vocabulary.of(tokenizer)
     frame = special_token_frame("causal-lm", vocabulary)
     tokenizing._SAVE_SECONDS = _SAVE_SECONDS
-    began = time.monotonic()
+    if processes is not None:
+        tokenizing._count_processes = lambda: processes
+    began, cpu_before = time.monotonic(), _read_cpu_seconds()
     tokens = TokenizeJob(opened.settings, tokenizer, vocabulary, frame, cache).tokens(opened)
     return {
         "seconds": time.monotonic() - began,
+        "cpu": _read_cpu_seconds() - cpu_before,
         "tokens": tokens.total_tokens,
         "fingerprint": tokens.fingerprint,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
-def _run(queue: Any, *arguments: Path) -> None:
+def _read_cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _run(queue: Any, *arguments: Any) -> None:
     queue.put(tokenize(*arguments))
 
 
-def measure(megabytes: float, folder: Path, *, kill: bool) -> dict[str, Any]:
-    """Tokenize without and, if ``kill`` is True, with a kill, each in a process of its own."""
+def measure(
+    megabytes: float, folder: Path, *, kill: bool, process_counts: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Tokenize a file several times, each in a new process.
+
+    Args:
+        megabytes: Size of the file.
+        folder: Folder for the file and the caches.
+        kill: Whether to tokenize it also with a kill.
+        process_counts: Numbers of processes to compare.
+    """
     source = folder / "source.jsonl"
     write_source(source, megabytes)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     results: dict[str, Any] = {}
 
-    def start(cache: str) -> Any:
-        process = context.Process(target=_run, args=(queue, source, folder / cache, folder / "tokenizer"))
+    def start(cache: str, processes: int | None = None) -> Any:
+        arguments = (queue, source, folder / cache, folder / "tokenizer", processes)
+        process = context.Process(target=_run, args=arguments)
         process.start()
         return process
 
@@ -88,7 +115,12 @@ def measure(megabytes: float, folder: Path, *, kill: bool) -> dict[str, Any]:
         process = start("whole")
         results[name] = queue.get()
         process.join()
-    if not kill:
+    for count in process_counts:
+        process = start(f"by-{count}", count)
+        results[f"{count} processes"] = queue.get()
+        process.join()
+        assert results[f"{count} processes"]["fingerprint"] == results["whole"]["fingerprint"]
+    if not kill or process_counts:
         return results
     killed = start("killed")
     while not list((folder / "killed").glob("tokens/*.draft/progress.json")):
@@ -107,13 +139,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=float, default=60.0, help="of text")
     parser.add_argument("--no-kill", action="store_true", help="skip the run that is killed")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[], help="numbers of processes to compare"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = measure(options.megabytes, Path(folder), kill=not options.no_kill)
+        kill, counts = not options.no_kill, options.processes
+        results = measure(options.megabytes, Path(folder), kill=kill, process_counts=counts)
     for name, row in results.items():
         rate = options.megabytes / row["seconds"]
-        print(f"{name:<30}{row['seconds']:8.1f} s {rate:8.2f} MB/s {row['peak_mb']:8.0f} MB", flush=True)
+        print(
+            f"{name:<30}{row['seconds']:8.1f} s {row['cpu']:8.1f} s of CPU {rate:8.2f} MB/s "
+            f"{row['peak_mb']:8.0f} MB",
+            flush=True,
+        )
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

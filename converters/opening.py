@@ -14,7 +14,8 @@ from converters.storage.path_or_url import place
 from converters.storage.places import inside, is_unfinished
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
@@ -33,6 +34,7 @@ def open_checkpoint(
     order: Sequence[str] = (),
     companions: Mapping[str, Place] | None = None,
     rank: tuple[int, int] | None = None,
+    build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any supported format. Only headers are read.
 
@@ -53,6 +55,10 @@ def open_checkpoint(
         rank: Rank and world size of this process, if each rank of a job opens the checkpoint to read its own
             slices. The files of other ranks are then only opened if a slice needs them, so missing or damaged
             files are only noticed then.
+        build_once: Function that writes a file in one process of each node, if several processes of a node
+            open the checkpoint. It takes a key and a function that writes the file at a path, and returns the
+            path of the file, or None if the processes cannot share files. One process then parses metadata
+            that would take the others as long, and the others map what it has written.
 
     Returns:
         The checkpoint. Tensors are read when they are used.
@@ -69,7 +75,8 @@ def open_checkpoint(
     format, source, found = _locate(root, tag)
     try:
         config = companions.get("config.json") if companions else None
-        checkpoint = format.open(replace(source, order=tuple(order), config=config, rank=rank), found)
+        source = replace(source, order=tuple(order), config=config, rank=rank, build_once=build_once)
+        checkpoint = format.open(source, found)
         return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
         raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None

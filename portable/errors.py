@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes."""
 REPORTING = 15.0  # seconds that a rank waits at most for the reports of others
+_POLL_SECONDS = 0.1
+_is_end_requested = False
 NOTICE_SECONDS, LAUNCHER_SECONDS = 1.0, 5.0
 """Seconds between the failure of a rank and the exit of the others: without a launcher, and with one that
 ends all ranks when the first one exits, and reports that one."""
@@ -45,8 +47,19 @@ class ReportedElsewhereError(Exception):
         self.exit_code = exit_code
 
     def wait(self) -> None:
-        """Let the other rank report: launchers end all ranks when the first one exits, this one as well."""
-        time.sleep(REPORTING if is_ended_by_launcher() else NOTICE_SECONDS)
+        """Let the other rank report: launchers end all ranks when the first one exits, this one as well.
+
+        Returns at once after SIGTERM, because the launcher then knows of the failure.
+        """
+        end = time.monotonic() + (REPORTING if is_ended_by_launcher() else NOTICE_SECONDS)
+        while not _is_end_requested and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_SECONDS))
+
+
+def note_end_request() -> None:
+    """Note that this process has received SIGTERM, so that it does not wait for the reports of others."""
+    global _is_end_requested
+    _is_end_requested = True
 
 
 def is_ended_by_launcher() -> bool:

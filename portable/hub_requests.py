@@ -7,26 +7,18 @@ its cache without requests. No process group is needed, because it does not exis
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
-import os
-import shutil
 import sys
-import time
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from portable.temporary_folder import lasting_folder
+from portable.node_folder import get_node_folder, is_recent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_PREFIX = "portable-hub-"
-_RECENT = 900.0
-"""Seconds for which an answer counts. Ranks that the same shell starts later should see new commits."""
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
 _is_asking = False
@@ -52,11 +44,11 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
 
     if constants.HF_HUB_OFFLINE or _is_path(name) or _is_asking:
         return ask()
-    answered = _folder() / hashlib.sha256(f"{repo_type}/{name}/{purpose}".encode()).hexdigest()
+    answered = get_node_folder() / hashlib.sha256(f"{repo_type}/{name}/{purpose}".encode()).hexdigest()
     try:
-        with (_folder() / "lock").open("a") as lock:
+        with (get_node_folder() / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if not _is_recent(answered):
+            if not is_recent(answered):
                 with _asking():
                     result = ask()
                 answered.touch()
@@ -64,7 +56,7 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
         with _offline():
             return ask()
     except Exception:
-        if not _is_recent(answered):
+        if not is_recent(answered):
             raise
     finally:
         _revisions[f"{repo_type} {name}"] = _read_revision(name, repo_type)
@@ -74,13 +66,6 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
 def get_revisions() -> dict[str, str]:
     """Return the commit of each repository that this process has read."""
     return {name: revision for name, revision in _revisions.items() if revision}
-
-
-def _is_recent(answered: Path) -> bool:
-    try:
-        return time.time() - answered.stat().st_mtime < _RECENT
-    except FileNotFoundError:
-        return False
 
 
 def _is_path(name: str) -> bool:
@@ -125,51 +110,3 @@ def _offline() -> Iterator[None]:
     finally:
         for module, value in zip(modules, before, strict=True):
             vars(module)["HF_HUB_OFFLINE"] = value
-
-
-def _folder() -> Path:
-    """Return the folder of this launch on this node."""
-    is_rank = "LOCAL_RANK" in os.environ
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return _create_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
-
-
-@cache
-def _create_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
-    """Create the folder of a launch, and remove the folders of launches that have ended.
-
-    Args:
-        launcher: Process id of the launcher, which is the parent of all ranks of a node.
-        attempt: Number of the launcher's attempt to run the ranks.
-        is_rank: Whether this process is a rank.
-    """
-    launch = hashlib.sha256(f"{_start_time(launcher)} {attempt}".encode()).hexdigest()[:16]
-    for other in lasting_folder().glob(f"{_PREFIX}*"):
-        with suppress(OSError, ValueError):
-            if other.lstat().st_uid == os.getuid() and not _is_alive(int(other.name.split("-")[2])):
-                shutil.rmtree(other, ignore_errors=True)
-    folder = lasting_folder() / f"{_PREFIX}{launcher}-{launch}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder}: belongs to another user; remove it, or set TMPDIR")
-    if not is_rank:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _start_time(pid: int) -> str:
-    """Return the start time of a process, because ids of processes are used again; empty if it is unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

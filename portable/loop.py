@@ -14,6 +14,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
+from portable.errors import note_end_request
 from portable.model.loss import add_micro_batches
 from portable.progress import StepResult
 from portable.terminal import at_a_terminal
@@ -199,3 +200,5 @@ class StopSignals:
         self.requested = True
         if number == signal.SIGINT:
             signal.signal(number, self._previous.pop(number))
+        else:
+            note_end_request()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
@@ -45,6 +46,8 @@ class Source:
         config: the model's config.json, where the caller names it; else formats look beside the files.
         rank: Rank and world size of a process that reads its own slices, if each rank of a job opens the
             checkpoint. Formats may then read the metadata of other ranks only when it is needed.
+        build_once: Function that writes a file in one process of each node, if the processes of a node share
+            what one of them has parsed.
     """
 
     path: Place
@@ -52,6 +55,7 @@ class Source:
     order: tuple[str, ...] = ()
     config: Place | None = None
     rank: tuple[int, int] | None = None
+    build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from portable.model.published import build_name_rules
 from portable.paths import exists, read_json, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -188,12 +189,19 @@ class ExternalCheckpoint:
         )
 
 
-def open_external(path: Place, order: Sequence[str] = ()) -> ExternalCheckpoint | None:
+def open_external(
+    path: Place,
+    order: Sequence[str] = (),
+    *,
+    build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
+) -> ExternalCheckpoint | None:
     """Open the checkpoint of another program.
 
     Args:
         path: as given by the user.
         order: the model's parameter names in module order, if the model is known.
+        build_once: Function that writes a file in one process of each node; None if only one rank opens
+            the checkpoint.
 
     Returns:
         the checkpoint; None if it is this program's, even if incomplete, or if ``path`` does not exist.
@@ -205,7 +213,7 @@ def open_external(path: Place, order: Sequence[str] = ()) -> ExternalCheckpoint 
         with storage_errors("checkpoint.resume"):
             if not exists(path) or is_checkpoint_of_run(checkpoint_of(path)):
                 return None
-            checkpoint = open_checkpoint(path, order=order)
+            checkpoint = open_checkpoint(path, order=order, build_once=build_once)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     root = checkpoint.root
@@ -217,19 +225,26 @@ def open_external(path: Place, order: Sequence[str] = ()) -> ExternalCheckpoint 
     return ExternalCheckpoint(checkpoint, folder, _trainer_state(folder))
 
 
-def open_for_model(path: Place, model: nn.Module, adapter: Adapter | None) -> ExternalCheckpoint | None:
+def open_for_model(
+    path: Place,
+    model: nn.Module,
+    adapter: Adapter | None,
+    *,
+    build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
+) -> ExternalCheckpoint | None:
     """Open the checkpoint of another program for ``model``; see :func:`open_external`.
 
     Args:
         path: as given by the user.
         model: of the run.
         adapter: in ``model``, if there is one; the checkpoint must then hold it.
+        build_once: see :func:`open_external`.
 
     Raises:
         UserError: if it holds another adapter, or none.
     """
     names = [name for name, _ in model.named_parameters()] if adapter is None else adapter.files
-    external = open_external(path, names)
+    external = open_external(path, names, build_once=build_once)
     if external is None or adapter is None:
         return external
     return replace(external, checkpoint=adapter.of_others(external.checkpoint))

@@ -16,6 +16,7 @@ from portable.evaluation.best_tracker import EvalHistory
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
 from portable.model.reach import get_unreached_names
+from portable.node_folder import build_once, remove_shared_files
 from portable.paths import read_json, storage_errors
 from portable.progress import Progress
 from portable.ranks.collectives import agree
@@ -27,8 +28,9 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from converters import Checkpoint
     from converters.storage.path_or_url import Place
-    from portable.backend import Engine
+    from portable.backend import Backend, Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
     from portable.config.same_run import Change
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 def restore(
     prepared: Prepared, source: Place | None, checkpoints: Checkpoints[Any] | None = None
 ) -> Restored:
-    """Make the engine and fill it; all ranks call it.
+    """Build the engine and load its weights. A collective call.
 
     Args:
         prepared: the run.
@@ -51,6 +53,13 @@ def restore(
     Raises:
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
+    try:
+        return _restore(prepared, source, checkpoints)
+    finally:
+        remove_shared_files()  # large; if another rank of the node still needs one, it writes it again
+
+
+def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[Any] | None) -> Restored:
     backend = prepared.backend
     if source is None and prepared.adapter is not None:
         prepared.adapter.check_given()
@@ -67,8 +76,9 @@ def restore(
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
     candidates = own[own.index(source) :] if source in own else [source]
-    rank = backend.rank, backend.world_size
-    stored = partial(_tensors, candidates, rank) if external is None else lambda: external.checkpoint.tensors
+    stored = (
+        partial(_tensors, candidates, backend) if external is None else lambda: external.checkpoint.tensors
+    )
     engine = _engine(prepared, stored)
     if blueprint is not None:
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
@@ -133,14 +143,20 @@ def _engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -
     return prepared.backend.prepare(prepared.model, prepared.config)
 
 
-def _tensors(candidates: Sequence[Place], rank: tuple[int, int]) -> Mapping[str, Any]:
-    """The tensors of the newest checkpoint that can be opened, all of which have the same dtypes."""
+def _tensors(candidates: Sequence[Place], backend: Backend) -> Mapping[str, Any]:
+    """Return the tensors of the newest readable checkpoint. The dtypes are the same in all of them."""
     for candidate in candidates:
         try:
-            return open_checkpoint(candidate, rank=rank).tensors
+            return _open(candidate, backend).tensors
         except CheckpointError:  # reported when it is loaded
             continue
     return {}
+
+
+def _open(source: Place, backend: Backend) -> Checkpoint:
+    """Open a checkpoint of this program for the slices of this rank."""
+    rank = backend.rank, backend.world_size
+    return open_checkpoint(source, rank=rank, build_once=build_once if backend.world_size > 1 else None)
 
 
 def _set_aside(
@@ -160,7 +176,8 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     backend, config = prepared.backend, prepared.config
     taken, error = None, None
     try:
-        foreign = open_for_model(source, prepared.model, prepared.adapter)
+        shares = build_once if backend.world_size > 1 else None
+        foreign = open_for_model(source, prepared.model, prepared.adapter, build_once=shares)
         if foreign is not None:
             taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
     except UserError as found:
@@ -209,7 +226,7 @@ def load(
                 engine.load(external.checkpoint)
                 return Progress(external.step, external.samples)
             rank = prepared.backend.rank, prepared.backend.world_size
-            checkpoint = open_checkpoint(source, rank=rank)
+            checkpoint = _open(source, prepared.backend)
             state = TrainerState.read(checkpoint.root)
             warning = state.check_files(checkpoint.root, *rank)
             if warning is not None and prepared.backend.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -11,8 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from converters import Checkpoint, CheckpointError, OptimizerState, Tensor, open_checkpoint
+from converters import (
+    Checkpoint,
+    CheckpointError,
+    OptimizerState,
+    Tensor,
+    manifest_entries,
+    manifest_text,
+    open_checkpoint,
+    write_shard_checksums,
+)
 from converters.cli import main
+from converters.formats.dcp.checksums import CHECKSUMS
+from converters.formats.dcp.metadata import TensorEntry, read_metadata
+from converters.manifest import MANIFEST, read_manifest
+from converters.storage.folder import Folder
 from converters.tensors.dtypes import FROM_TORCH
 
 
@@ -160,3 +174,36 @@ def live(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         for group in optimizer.param_groups
     ]
     return {"optim": {names[value]: held for value, held in optimizer.state.items()}, "groups": groups}
+
+
+class FileCache:
+    """A folder of files by key, as processes of one node share it.
+
+    Args:
+        folder: An existing folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, key: str, write: Callable[[Path], None]) -> Path:
+        """Return the file of a key, which is written first if it is missing."""
+        path = self._folder / hashlib.sha256(key.encode()).hexdigest()
+        if not path.exists():
+            write(path)
+        return path
+
+
+def remove_tables(folder: Path) -> None:
+    """Turn a DCP folder of this project into a folder as earlier versions wrote it, without tables."""
+    items: dict[str, dict[str, int]] = {}
+    for entry in read_metadata(Folder(folder)).values():
+        for item in entry.items.values() if isinstance(entry, TensorEntry) else (entry.item,):
+            assert item.checksum is not None
+            items.setdefault(item.file, {})[str(item.offset)] = item.checksum
+    for name in (CHECKSUMS, *(path.name for path in folder.glob("__*.metadata"))):
+        (folder / name).unlink()
+    write_shard_checksums(folder, items)
+    if (manifest := read_manifest(folder)) is not None:
+        facts = {name: manifest[name] for name in ("step", "run")}
+        (folder / MANIFEST).write_text(manifest_text(manifest_entries(folder), **facts))

@@ -21,6 +21,7 @@ from converters.cli import main
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
 from tests.converters.compare import (
+    FileCache,
     assert_model,
     assert_optimizer,
     assert_state,
@@ -28,6 +29,7 @@ from tests.converters.compare import (
     live,
     load,
     refused,
+    remove_tables,
 )
 from tests.tiny_models import tiny_model
 
@@ -246,6 +248,24 @@ def test_a_rank_reads_the_tables_that_its_rows_need(
     if None not in tables:  # another slice reads more tables
         assert isinstance(tensor, Tensor)
         assert tensor.read().tolist() == [[float(row)] * 4 for row in range(16)]
+
+
+@pytest.mark.parametrize("has_tables", [True, False])
+def test_an_index_has_the_pieces_of_each_region(
+    sixteen_ranks: Path, tmp_path: Path, has_tables: bool
+) -> None:
+    """With tables, the index is used if the tables would be larger than ``.metadata``."""
+    if not has_tables:
+        remove_tables(sixteen_ranks)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for rank in range(2):
+        checkpoint = open_checkpoint(sixteen_ranks, rank=(rank, 2), build_once=FileCache(cache))
+        for tensor in checkpoint.tensors.values():
+            rows = slice(8 * rank + 1, 8 * rank + 8)
+            assert tensor.read(rows).tolist() == [[float(row)] * 4 for row in range(rows.start, rows.stop)]
+            assert tensor.read().tolist() == [[float(row)] * 4 for row in range(16)]
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_torch_loads_what_tables_describe(sixteen_ranks: Path) -> None:

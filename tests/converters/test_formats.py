@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from converters import open_checkpoint
-from tests.converters.compare import assert_model, assert_optimizer, load, refused, rewrite
+from tests.converters.compare import FileCache, assert_model, assert_optimizer, load, refused, rewrite
 
 XLA = pytest.mark.xla
 
@@ -108,6 +109,28 @@ def test_equals_the_live_run(fixture: str, name: str, request: pytest.FixtureReq
     stage = re.search(r"zero([0-3])", name)
     if stage is not None:
         assert checkpoint.metadata["zero_stage"] == int(stage[1])
+
+
+@pytest.mark.parametrize("name", TRUTHS["written"])
+def test_dcp_equals_the_live_run_through_an_index(name: str, written: Path, tmp_path: Path) -> None:
+    """The second process of a node maps what the first has parsed, and opens no metadata."""
+    reference, ranks, _ = TRUTHS["written"][name]
+    opened = list[str]()
+    is_counting = [True]
+
+    def note(event: str, arguments: Any) -> None:
+        if is_counting and event == "open" and str(arguments[0]).startswith(str(written)):
+            opened.append(Path(str(arguments[0])).name)
+
+    sys.addaudithook(note)
+    folders = 2 if name.endswith("accelerate") else 1
+    for _ in range(2):
+        checkpoint = open_checkpoint(written / name, build_once=FileCache(tmp_path))
+        assert_model(checkpoint, load(written / f"{reference}.ref.pt")["model"])
+        assert_optimizer(checkpoint, load(written / f"{reference}.ref.pt"))
+        assert checkpoint.metadata.get("world_size", 0) == ranks
+    is_counting.clear()
+    assert opened.count(".metadata") == folders and len(list(tmp_path.iterdir())) == folders
 
 
 # -- lies ----------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from portable.data.sources.documents import Document
 from portable.data.sources.records import Cell
-from portable.data.sources.source import Source
+from portable.data.sources.source import Shard, Source, TokenSource
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
@@ -45,6 +46,37 @@ class Given(Source):
     def documents(self) -> Iterator[Document]:
         self.reads += 1
         return iter(self.given)
+
+
+class GivenTokens(TokenSource):
+    """Arrays of tokens, some of which end within a document.
+
+    Args:
+        stop: Number of the array at which a person presses Ctrl-C.
+        size: Number of tokens that are yielded at a time.
+    """
+
+    def __init__(self, stop: int | None = None, size: int = 40) -> None:
+        super().__init__("given", settings_of(task="causal-lm"))
+        self._stop = stop
+        self._size = size
+
+    def digest(self) -> str:
+        return "80 arrays"
+
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        raise NotImplementedError
+
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+        tokens = np.random.default_rng(0).integers(0, vocab_size, 80 * 40)
+        ends = np.flatnonzero(tokens % 13 == 0)
+        for start in range(0, len(tokens), self._size):
+            if self._stop is not None and start >= 40 * self._stop:
+                raise KeyboardInterrupt
+            within = ends[(ends > start) & (ends <= start + self._size)] - start
+            if start + self._size >= len(tokens):
+                within = np.append(within[within < len(tokens) - start], len(tokens) - start)
+            yield tokens[start : start + self._size], np.diff(within, prepend=0).tolist()
 
 
 class Interrupted(Given):
@@ -114,6 +146,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], Document]]] = {
         {"columns": ["weight"]},
         lambda n: Document(texts(20)[n % 20], columns=(n if n < 40 else 0.5,)),
     ),
+    "tokens": ("causal-lm", {}, lambda n: Document("")),  # see GivenTokens
 }
 
 
@@ -131,7 +164,11 @@ def test_processes_and_kills_do_not_show(
 ) -> None:
     """The files are those of one process that is not interrupted, byte for byte."""
     task, data, document = KINDS[kind]
-    in_memory = Given([document(n) for n in range(80)], task, **data)
+    texts_in_memory = Given([document(n) for n in range(80)], task, **data)
+    in_memory: Source = texts_in_memory
+    interrupted: Source = Interrupted(texts_in_memory, 60)
+    if kind == "tokens":  # read again in longer arrays, as another version may do
+        in_memory, interrupted = GivenTokens(size=56), GivenTokens(stop=60)
     monkeypatch.setattr(tokenizing, "PIECE_CHARS", 60)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 500)
     whole = tree(build(in_memory, tokenizer, tmp_path / "whole").folder)
@@ -141,7 +178,7 @@ def test_processes_and_kills_do_not_show(
         for number in (0, 3, 1, 2):
             kill_build(number, partial(build, in_memory, tokenizer, tmp_path / "killed"))
         with pytest.raises(KeyboardInterrupt):
-            build(Interrupted(in_memory, 60), tokenizer, tmp_path / "killed")
+            build(interrupted, tokenizer, tmp_path / "killed")
         (draft,) = (tmp_path / "killed" / "tokens").glob("*.draft")
         documents = json.loads((draft / "progress.json").read_text())["documents"]
         assert documents > 5

@@ -273,9 +273,7 @@ def test_what_cannot_be_uploaded_is_refused(
     assert state.keys().isdisjoint({"token", "offline"}) or not hub.requests
 
 
-LOAD_ON_RANKS = """
-import os, sys, traceback
-
+LOAD_MODEL = """
 import torch._dynamo  # imported once here, not by each rank after the fork
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -285,39 +283,64 @@ from portable.hub_requests import get_revisions
 from portable.model.build import build_model, model_config
 from portable.model.pretrained import pretrained_weights
 
+def load(name):
+    settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
+    model = build_model(model_config(settings), settings)
+    load_tokenizer(name)
+    assert get_revisions() == {f"model {name}": sys.argv[1]}
+    return sorted(pretrained_weights(settings, model).found)
+"""
+LOAD_DATASET = """
+import datasets
+
+from portable.config.sections import DataConfig
+from portable.data.sources.hub_dataset import HubDataset
+from portable.data.sources.source import SourceSettings
+
+def load(name):
+    source = HubDataset(name, SourceSettings(DataConfig(source=name)))
+    texts = [document.text for document in source.documents()]
+    assert len(texts) == 3, texts
+    return [texts, source.digest(), [shard.identity for shard in source.shards(1000)]]
+"""
+ON_RANKS = """
 for name, ranks in (("lab/alone", 1), ("lab/together", 3)):
     children = []
     for rank in range(ranks):
+        reading, writing = os.pipe()
         if (child := os.fork()) == 0:
             try:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-                settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
-                model = build_model(model_config(settings), settings)
-                load_tokenizer(name)
-                assert len(pretrained_weights(settings, model).found) == int(sys.argv[1])
-                assert get_revisions() == {f"model {name}": sys.argv[2]}
+                os.write(writing, repr(load(name)).replace(name, "NAME").encode())
                 os._exit(0)
-            except Exception:
+            except BaseException:
                 traceback.print_exc()
                 os._exit(1)  # without the exit handlers of the parent
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * ranks
+        children.append((child, reading))
+    assert [os.waitpid(child, 0)[1] for child, _ in children] == [0] * ranks
+    answers = [os.read(reading, 1 << 16) for _, reading in children]
+    assert len(set(answers)) == 1 and answers[0]
 """
 
 
-def test_one_rank_of_a_node_asks_the_hub(tmp_path: Path) -> None:
-    """Three ranks send the requests of one."""
-    tiny_model("llama").save_pretrained(tmp_path)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["models", "datasets"])
+def test_one_rank_of_a_node_asks_the_hub(kind: str, tmp_path: Path) -> None:
+    """Three ranks send the requests of one, and read the same."""
+    if kind == "models":
+        tiny_model("llama").save_pretrained(tmp_path)
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(tmp_path)
+    else:
+        rows = (json.dumps({"text": f"a line {number}"}) for number in range(3))
+        (tmp_path / "train.jsonl").write_text("\n".join(rows))
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     requests: list[tuple[str, str]] = []
     names = ("lab/alone", "lab/together")
-    with hub_datasets.serving(names, files, requests, kind="models") as url:
+    load_on_ranks = f"import os, sys, traceback\n{LOAD_MODEL if kind == 'models' else LOAD_DATASET}{ON_RANKS}"
+    with hub_datasets.serving(names, files, requests, kind=kind) as url:
         settings = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        arguments = [str(len(load(files["model.safetensors"]))), hub_datasets.COMMIT]
         subprocess.run(
-            [sys.executable, "-c", LOAD_ON_RANKS, *arguments],
+            [sys.executable, "-c", load_on_ranks, hub_datasets.COMMIT],
             env={**os.environ, **settings, "HF_HOME": str(tmp_path / "cache")},
             check=True,
             timeout=300,

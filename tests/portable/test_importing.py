@@ -395,7 +395,7 @@ def test_an_import_says_what_will_differ(tmp_path: Path, capsys: pytest.CaptureF
     assert "start the same number of ranks" in imported(str(tmp_path / "accelerate.yaml"), capsys=capsys)[1]
 
 
-WITH_ADAPTER = {
+WITH_ADAPTER: dict[str, dict[str, Any]] = {
     "axolotl": {"adapter": "lora"},
     "LLaMA-Factory": {"finetuning_type": "lora"},
     "ms-swift": {"tuner_type": "lora"},
@@ -407,7 +407,7 @@ WITH_ADAPTER = {
 @pytest.mark.parametrize("value", [True, 1, -1, 0, 0.5, "x", "", None, [], ["x"], {}, {"x": 1}], ids=repr)
 def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
     for program in PROGRAMS:
-        start = dict.fromkeys((program.own_keys or program.usual_keys)[:2], None)
+        start: dict[str, Any] = dict.fromkeys((program.own_keys or program.usual_keys)[:2])
         start |= WITH_ADAPTER.get(program.name, {})
         for name in program.keys:
             found = read_file(Document({**start, **tree(name, value)}, {}), "theirs.yaml")

@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
+from portable.node_folder import get_node_folder
+from tests.converters.compare import remove_tables
 from tests.engines import ENGINES, Engines, accumulated
 from tests.promises import record
 from tests.runs import leg, losses
@@ -59,6 +61,7 @@ def leg_with_opened_files(folder: Path, corpus: Path, settings: dict[str, Any]) 
 
     sys.addaudithook(count)
     code = leg(folder, corpus, settings)
+    counts["shared files"] = sum(path.suffix != ".lock" for path in get_node_folder().glob("shared-*"))
     (folder / f"opened-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(counts))
     return code
 
@@ -172,7 +175,7 @@ def list_opened_shards(folder: Path) -> dict[int, set[str]]:
     opened = {}
     for path in folder.glob("opened-*.json"):
         counts: dict[str, int] = json.loads(path.read_text())
-        assert counts.get("shard_checksums.json", 0) <= 2 and counts["checkpoint_manifest.json"] <= 2
+        assert counts.get("shard_checksums.json", 0) <= 3 and counts["checkpoint_manifest.json"] <= 2
         shards = {name for name in counts if name.endswith((".metadata", ".distcp", ".pt"))}
         opened[int(path.stem.partition("-")[2])] = {Path(name).name for name in shards}
         assert all(counts[name] == 1 for name in shards if name.endswith(".metadata")), counts
@@ -185,8 +188,43 @@ def test_half_as_many_ranks_open_the_shards_of_two(begun: Begun, tmp_path: Path,
     folder = Path(shutil.copytree(source, tmp_path / "run"))
     assert runner("full_shard", 2, folder, begin=leg_with_opened_files) == pytest.approx(alone, rel=LOSSES)
     shards = {rank: {f"__{2 * rank}_0.distcp", f"__{2 * rank + 1}_0.distcp"} for rank in range(2)}
-    tables = {rank: {f"__{2 * rank}.metadata", ".metadata"} for rank in range(2)}
-    assert list_opened_shards(folder) == {rank: shards[rank] | tables[rank] for rank in range(2)}
+    opened = list_opened_shards(folder)
+    parsing = [rank for rank, names in opened.items() if ".metadata" in names]
+    assert len(parsing) == 1  # the other rank maps the index
+    opened[parsing[0]].remove(".metadata")
+    assert opened == {rank: shards[rank] | {f"__{2 * rank}.metadata"} for rank in range(2)}
+
+
+def leg_from_foreign_checkpoint(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
+    """Begin a run at a checkpoint of another program, and count the files that each rank opens."""
+    source = folder.parent / "foreign" / "checkpoints" / stored(folder).name
+    return leg_with_opened_files(folder, corpus, {**settings, "checkpoint__resume": str(source)})
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("writer", ["an earlier version", "another program"])
+def test_one_rank_of_a_node_parses_metadata_without_tables(
+    writer: str, size: int, begun: Begun, tmp_path: Path, runner: Runner
+) -> None:
+    """The other ranks map the index that it has written, and nothing stays of it."""
+    source, alone = begun("full_shard", 4)
+    folder = Path(shutil.copytree(source, tmp_path / "run"))
+    remove_tables(stored(folder))
+    begin = leg_with_opened_files
+    if writer == "another program":
+        begin = leg_from_foreign_checkpoint
+        foreign = tmp_path / "foreign" / "checkpoints"
+        foreign.mkdir(parents=True)
+        (foreign / stored(folder).name).mkdir()
+        for path in stored(folder).iterdir():
+            if path.name == ".metadata" or path.suffix == ".distcp":
+                shutil.copy(path, foreign / stored(folder).name)
+        shutil.rmtree(folder)
+        folder.mkdir()
+    assert runner("full_shard", size, folder, begin=begin) == pytest.approx(alone, rel=LOSSES)
+    counts = [json.loads(path.read_text()) for path in folder.glob("opened-*.json")]
+    assert len(counts) == size and not any(count["shared files"] for count in counts)
+    assert sorted(count.get(".metadata", 0) for count in counts) == [0] * (size - 1) + [1]
 
 
 NUMBERS = {"full_shard": 4, "tpu, no_shard": 0}

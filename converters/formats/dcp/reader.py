@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from converters.checkpoint import Aliases, OptimizerState
+    from converters.formats.dcp.piece_index import BuildOnce
     from converters.names.canonical import Path as KeyPath
     from converters.storage.path_or_url import Place
 
@@ -81,15 +82,17 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
         raise CheckpointError(f"{where}: holds several models; give one of its {_MODEL_FOLDER}* folders")
     entries: dict[str, Entry] = {}
-    build_tensor = _tensor
-    tables = open_tables(Folder(folders[0]), source.rank) if len(folders) == 1 and source.rank else None
-    if tables is not None:
-        entries |= tables.entries
-        build_tensor = partial(_build_sharded_tensor, tables)
-    for path in folders if tables is None else ():
-        for key, entry in read_metadata(Folder(path)).items():
+    builders: dict[str, Callable[[TensorEntry, str], Tensor]] = {}
+    for path in folders:
+        of_folder, builder = _read_entries(path, source.rank, source.build_once)
+        for key, entry in of_folder.items():
             if entries.setdefault(key, entry) is not entry:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
+            builders[key] = builder
+
+    def build_tensor(entry: TensorEntry, name: str) -> Tensor:
+        return builders[entry.key](entry, name)
+
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
     paths = nested if len(nested) == len(entries) else paths_without_nesting(entries, where=where)
     found = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
@@ -128,10 +131,31 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
     )
 
 
-def read_tensors(folder: Place) -> dict[str, Tensor]:
-    """Every tensor of one DCP folder, under its full key."""
-    entries = read_metadata(Folder(folder)).items()
-    return {key: _tensor(entry, key) for key, entry in entries if isinstance(entry, TensorEntry)}
+def read_tensors(folder: Place, build_once: BuildOnce | None = None) -> dict[str, Tensor]:
+    """Return every tensor of one DCP folder, under its full key.
+
+    Args:
+        folder: The folder.
+        build_once: Function that writes a file in one process of each node; see `open_checkpoint`.
+    """
+    entries, build_tensor = _read_entries(folder, None, build_once)
+    return {key: build_tensor(entry, key) for key, entry in entries.items() if isinstance(entry, TensorEntry)}
+
+
+def _read_entries(
+    path: Place, rank: tuple[int, int] | None, build_once: BuildOnce | None
+) -> tuple[Mapping[str, Entry], Callable[[TensorEntry, str], Tensor]]:
+    """Read the keys of one DCP folder.
+
+    Returns:
+        The keys, and a function that builds the tensor of a key.
+    """
+    folder = Folder(path)
+    if rank is not None or build_once is not None:
+        tables = open_tables(folder, rank, build_once)
+        if tables is not None:
+            return tables.entries, partial(_build_sharded_tensor, tables)
+    return read_metadata(folder), _tensor
 
 
 def _metadata(folders: Sequence[Place]) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 `.metadata` describes the pieces of all ranks, a thousand times more than one of a thousand ranks needs. A
 rank that resumes begins with one table, in an unchanged world its own. It reads another table when it reads a
 slice that the tables so far do not cover; `shard_checksums.json` lists the tables that may have the rest.
+
+Checkpoints of earlier versions and of other programs have no tables. One process of each node parses their
+`.metadata` and writes an index, which the other processes map (`converters.formats.dcp.piece_index`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import read_checksums
 from converters.formats.dcp.metadata import TensorEntry, read_metadata_file
+from converters.formats.dcp.piece_index import PieceIndex, open_index
 from converters.tensors.tensor import Box, Tensor, possible_shape
 from converters.tensors.tiling import check_boxes_tile
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
     from converters.formats.dcp.checksums import ShardChecksums
     from converters.formats.dcp.metadata import Dims, Entry
+    from converters.formats.dcp.piece_index import BuildOnce
     from converters.storage.folder import Folder
 
 Region = tuple["Dims", "Dims"]
@@ -34,22 +39,28 @@ class ShardTables:
 
     Args:
         folder: Folder of the checkpoint.
-        checksums: Its `shard_checksums.json`, which lists the tables.
-        first: Name of the table to begin with.
+        checksums: Its `shard_checksums.json`, which lists the tables. None if it has none.
+        first: The table to begin with, and its name.
+        build_once: Function that writes a file in one process of each node, for the index of `.metadata`.
 
     Attributes:
         entries: All keys of the state dict, as in the first table.
-
-    Raises:
-        CheckpointError: If the first table is missing or damaged.
     """
 
-    def __init__(self, folder: Folder, checksums: ShardChecksums, first: str) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        checksums: ShardChecksums | None,
+        first: tuple[str, dict[str, Entry] | PieceIndex],
+        build_once: BuildOnce | None = None,
+    ) -> None:
         self._folder = folder
         self._checksums = checksums
+        self._build_once = build_once
         self._lock = RLock()
-        self.entries = read_metadata_file(folder, first, checksums)
-        self._read: dict[str, dict[str, Entry]] = {first: self.entries}
+        name, table = first
+        self.entries = table.entries if isinstance(table, PieceIndex) else table
+        self._read: dict[str, dict[str, Entry] | PieceIndex] = {name: table}
 
     def find_boxes(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region | None
@@ -84,7 +95,7 @@ class ShardTables:
         """Build the boxes of the pieces in the tables read so far."""
         boxes: dict[str, Box] = {}
         for table in self._read.values():
-            entry = table.get(key)
+            entry = table.find_entry(key, region) if isinstance(table, PieceIndex) else table.get(key)
             if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != _type_of(
                 self.entries[key]
             ):
@@ -96,7 +107,7 @@ class ShardTables:
 
     def _read_tables(self, shape: Dims, region: Region) -> None:
         """Read the tables whose box for the shape overlaps with a region, or `.metadata` if it is smaller."""
-        if _WHOLE in self._read:
+        if _WHOLE in self._read or self._checksums is None:
             return
         name_of_shape = "x".join(map(str, shape))
         names = [
@@ -108,6 +119,10 @@ class ShardTables:
         ]
         sizes = self._checksums.sizes
         if sum(sizes[name] for name in (*self._read, *names)) > sizes[_WHOLE]:
+            index = None if self._build_once is None else open_index(self._folder, self._build_once)
+            if index is not None:
+                self._read[_WHOLE] = index
+                return
             names = [_WHOLE]
         for name in names:
             self._read[name] = read_metadata_file(self._folder, name, self._checksums)
@@ -161,22 +176,31 @@ class ShardedTensor(Tensor):
             box.release()
 
 
-def open_tables(folder: Folder, rank: tuple[int, int]) -> ShardTables | None:
-    """Open the tables of a checkpoint for one rank.
+def open_tables(
+    folder: Folder, rank: tuple[int, int] | None, build_once: BuildOnce | None
+) -> ShardTables | None:
+    """Open the tables of a checkpoint for one rank, or the index that one rank of each node writes.
 
     Args:
         folder: Folder of the checkpoint.
-        rank: Rank and world size of the reader.
+        rank: Rank and world size of the reader. None if the reader needs all pieces.
+        build_once: Function that writes a file in one process of each node.
 
     Returns:
-        The tables, or None if the checkpoint has none, or if one process reads them all.
+        The tables, or None if the checkpoint has none and the processes of this node cannot share files, or
+        if one process reads all pieces.
+
+    Raises:
+        CheckpointError: If the first table, or `.metadata`, is missing or damaged.
     """
-    number, world_size = rank
     checksums = read_checksums(folder)
-    if checksums is None or not checksums.boxes or (world_size == 1 and len(checksums.boxes) > 1):
-        return None
-    names = sorted(checksums.boxes, key=lambda name: (len(name), name))
-    return ShardTables(folder, checksums, names[number * len(names) // world_size])
+    names = [] if checksums is None else sorted(checksums.boxes, key=lambda name: (len(name), name))
+    if rank is not None and names and (rank[1] > 1 or len(names) == 1):
+        name = names[rank[0] * len(names) // rank[1]]
+        first = name, read_metadata_file(folder, name, checksums)
+        return ShardTables(folder, checksums, first, build_once)
+    index = None if build_once is None else open_index(folder, build_once)
+    return None if index is None else ShardTables(folder, checksums, (_WHOLE, index))
 
 
 def _type_of(entry: Entry) -> tuple[str, Dims] | None:

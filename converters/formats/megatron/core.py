@@ -50,7 +50,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
         raise CheckpointError(f"{path / MEGATRONS}: not the common state of a Megatron-Core checkpoint")
     companions = find_companions(path)
     shape = shape_of(args_of(common), source.config or companions.get("config.json"), where)
-    stored = read_tensors(path)
+    stored = read_tensors(path, source.build_once)
     merged: dict[str, Tensor] = {}
     with blame(path):
         for key, tensor in stored.items():

@@ -12,6 +12,7 @@ from portable.data.sources.hub_files import check_hub_card, hub_files
 from portable.data.sources.library import cannot_load, datasets_library
 from portable.data.sources.parquet_rows import without_nulls
 from portable.data.sources.source import Shard, Source, SourceSettings
+from portable.node_folder import compute_once
 from portable.private.of_datasets import fingerprint
 
 if TYPE_CHECKING:
@@ -35,11 +36,17 @@ class HubDataset(Source):
         asked = (self.name, self.settings.data.config_name, self.settings.split)
         if asked not in self._loaded:
             datasets = datasets_library(f"the hub data set {self.name!r}")
-            check_hub_card(self.name)
-            try:
-                self._loaded[asked] = datasets.load_dataset(asked[0], asked[1], split=asked[2])
-            except Exception as error:
-                raise cannot_load(asked, error) from error
+
+            def load() -> Any:
+                check_hub_card(self.name)
+                try:
+                    return datasets.load_dataset(asked[0], asked[1], split=asked[2])
+                except Exception as error:
+                    raise cannot_load(asked, error) from error
+
+            # Not offline on the other ranks, because the library then chooses among cached revisions. The
+            # pickle of a dataset has the paths of its files.
+            self._loaded[asked] = compute_once(f"dataset {asked}", load)
         return self._loaded[asked]
 
     def digest(self) -> str:

@@ -17,6 +17,7 @@ from portable.data.sources.documents import listed
 from portable.data.sources.library import cannot_load, datasets_library
 from portable.data.sources.listing import local_files
 from portable.errors import UserError, one_line
+from portable.node_folder import compute_once
 from portable.paths import check_folder, check_link, name_inside, open_file, storage_errors
 from portable.untrusted_settings import check_values
 
@@ -43,7 +44,16 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Obj
     """
     from converters.storage.object_store import RemotePath  # a run on a disk does without
 
-    found: dict[Place, Object | None] = {}
+    key = f"files of dataset {(name, config_name, split)}"
+    files: dict[Place, Object | None] = {}
+    for repository, sizes in compute_once(key, lambda: _list_hub_files(name, config_name, split)).items():
+        root = RemotePath.of_hub(repository)
+        files |= {root / file: Object(size, "") for file, size in sizes.items()}
+    return files  # without versions, because the name of the repository has the revision
+
+
+def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str, dict[str, int]]:
+    """Return the sizes of the files of a split in bytes, keyed by repository and path."""
     check_hub_card(name)
     with storage_errors("data.source"):
         wanted: dict[str, list[str]] = {}
@@ -55,11 +65,11 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Obj
                     "set data.stream to false"
                 )
             wanted.setdefault(repository, []).append(url.removeprefix(f"{_HUB}{repository}/"))
+        listed_files: dict[str, dict[str, int]] = {}
         for repository, files in wanted.items():
             sizes = _sizes(repository, files)
-            root = RemotePath.of_hub(repository)
-            found |= {root / file: Object(sizes[file], "") for file in files}  # the revision is the version
-    return found
+            listed_files[repository] = {file: sizes[file] for file in files}
+    return listed_files
 
 
 def _sizes(repository: str, files: list[str]) -> dict[str, int]:

@@ -267,6 +267,10 @@ class TokenWriter:
         if field == next(iter(self._counts)):
             self.documents += len(ends)
 
+    def count_tokens(self, field: str) -> int:
+        """Return the number of tokens of a field that are written so far."""
+        return self._counts[field]
+
     def add_labels(self, labels: Sequence[Label | None], *, write: bool = True) -> None:
         """Add the labels of documents, if they have some.
 

@@ -147,9 +147,7 @@ class TokenizeJob:
             fields.blank.count = 0
             with source.unchanged():
                 if isinstance(source, TokenSource):
-                    for tokens, lengths in source.tokens(self.vocabulary.size, self.vocabulary.end):
-                        writer.add("text", tokens, lengths)
-                        bar.update(len(tokens))
+                    _write_tokens(source, self.vocabulary, _Progress(writer, facts, bar))
                 elif self.chat is not None:
                     described = _write_conversations(source, self.chat, _Progress(writer, facts, bar))
                 else:
@@ -241,8 +239,17 @@ class _Progress:
         """
         self._advance(self.left.popleft())
         self._batches += 1
-        if facts is not None and time.monotonic() >= self._save_at:
-            self.writer.save_progress(**{**self.facts, **facts(), "batches": self._batches})
+        if facts is not None:
+            self.save_if_due(lambda: {**facts(), "batches": self._batches})
+
+    def save_if_due(self, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Save the progress if the last save is long ago.
+
+        Args:
+            facts: Function that returns further facts to save.
+        """
+        if time.monotonic() >= self._save_at:
+            self.writer.save_progress(**{**self.facts, **facts()})
             self._save_at = time.monotonic() + _SAVE_SECONDS
 
     def _advance(self, batch: list[Document]) -> None:
@@ -318,6 +325,23 @@ def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
         "data.chat_template: the trained tokens never include the one that ends an answer, so the "
         f"model would never stop: they end in {unstopped}; {remedy}"
     )
+
+
+def _write_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Progress) -> None:
+    """Write the tokens of a source that has no text, after the tokens that the writer continues."""
+    writer = progress.writer
+    written = writer.count_tokens("text")
+    for tokens, lengths in source.tokens(vocabulary.size, vocabulary.end):
+        progress.bar.update(len(tokens))
+        if written >= len(tokens):
+            written -= len(tokens)
+            continue
+        ends = np.cumsum(lengths, dtype=np.int64)
+        if written:  # the source has yielded shorter arrays to the interrupted launch
+            ends = ends[ends > written] - written
+        writer.add("text", tokens[written:], np.diff(ends, prepend=0))
+        written = 0
+        progress.save_if_due(dict)
 
 
 def _write_texts(source: Source, job: TokenizeJob, progress: _Progress) -> None:

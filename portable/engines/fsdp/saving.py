@@ -9,37 +9,32 @@ tables one rank after the other, of which it makes ``.metadata``. Each rank uses
 from __future__ import annotations
 
 import hashlib
-import os
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from isal import isal_zlib
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from converters.tensors.dtypes import FROM_TORCH
 from converters.writers.dcp_tables import (
     KeyEntry,
-    WrittenPiece,
-    build_table,
     count_elements,
     iter_metadata,
     write_tables_index,
 )
 from portable.checkpoint.store import in_background
-from portable.engines.fsdp.shard_writer import WriterProcess, write_items
+from portable.engines.fsdp.shard_writer import WriterProcess, write_shards, write_synced
 from portable.engines.staging import WriteHandle, staged
 from portable.errors import one_line
 from portable.ranks.collectives import background_group
 from portable.terminal import quiet_checkpoint_warnings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
     from converters.writers.dcp_tables import Table, TableRecord
@@ -64,6 +59,7 @@ class Saver:
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
         self._planner = planner
         self._process = WriterProcess()
+        self._plans: dict[bytes, list[tuple[WriteItem, bool]]] = {}
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -77,7 +73,9 @@ class Saver:
         planner = (self._planner or DefaultSavePlanner)()
 
         def write() -> None:
-            write_checkpoint(state, folder, planner, group, self._process if background else None)
+            process = self._process if background else None
+            plans = self._plans if self._planner is None else None
+            write_checkpoint(state, folder, planner, group, process, plans)
 
         if background:
             return WriteHandle(in_background(write, name="checkpoint"))
@@ -95,6 +93,7 @@ def write_checkpoint(
     planner: DefaultSavePlanner,
     group: dist.ProcessGroup | None,
     process: WriterProcess | None = None,
+    plans: dict[bytes, list[tuple[WriteItem, bool]]] | None = None,
 ) -> None:
     """Write this rank's shards and table; rank 0 also writes ``.metadata``. A collective call.
 
@@ -104,6 +103,7 @@ def write_checkpoint(
         planner: DCP's planner.
         group: Process group of all ranks; None in a single process.
         process: Process that writes large shard files; None to write all in this process.
+        plans: Items of earlier saves of the same engine, keyed by digest of the state dict's keys. Updated.
 
     Raises:
         OSError: On every rank, if any rank could not write its files.
@@ -112,16 +112,27 @@ def write_checkpoint(
     keys: list[KeyEntry] = []
     holders: Mapping[str, tuple[int, ...]] = {}
     written: list[Table] = []
+    digest = b""
 
     def describe() -> bytes:
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+        nonlocal digest
         keys.extend(_describe_keys(planner))
-        return hashlib.blake2b(repr(keys).encode()).digest()
+        digest = hashlib.blake2b(repr(keys).encode()).digest()
+        return digest
 
-    def write_shards() -> TableRecord:
-        file, pieces, copies = _write_shards(folder, planner, ranks, holders, process)
-        table, content = build_table(f"__{ranks.rank}.metadata", file, keys, pieces, copies)
-        _write_synced(folder / table.record.name, iter([content]))
+    def write_own_shards() -> TableRecord:
+        # The placements of an engine do not change, so equal keys have equal items.
+        items = plans.get(digest) if plans is not None and not holders else None
+        if items is None:
+            items = _plan_items(planner, ranks, holders)
+            if plans is not None and not holders:
+                plans.clear()  # an engine saves the same state again and again
+                plans[digest] = items
+        nbytes = sum(item.tensor_storage_size() or 0 for item, _ in items)
+        is_large = process is not None and nbytes >= MIN_PROCESS_BYTES
+        write = process.write_shards if process is not None and is_large else write_shards
+        table = write(folder, ranks.rank, items, keys, planner)
         written.append(table)
         return table.record
 
@@ -129,7 +140,7 @@ def write_checkpoint(
         pieces = (ranks.receive(rank, record.pieces_nbytes) for rank, record in enumerate(records) if rank)
         content = iter_metadata(written[0], pieces)
         try:
-            crc32, nbytes = _write_synced(folder / ".metadata", content)
+            crc32, nbytes = write_synced(folder / ".metadata", content)
         finally:
             for _ in pieces:  # otherwise the other ranks would wait until their pieces are received
                 pass
@@ -142,7 +153,7 @@ def write_checkpoint(
     # The keys of ranks differ only if a custom optimizer has other state on another rank.
     if not ranks.broadcast(digests is not None and len(set(digests)) == 1):
         keys[:], holders = _merge_keys(ranks.all_gather(keys))
-    records = ranks.run(write_shards)
+    records = ranks.run(write_own_shards)
     ranks.run(partial(ranks.send, written[0].pieces) if records is None else partial(write_metadata, records))
 
 
@@ -252,24 +263,19 @@ def _merge_keys(
     }
 
 
-def _write_shards(
-    folder: Path,
-    planner: DefaultSavePlanner,
-    ranks: _Ranks,
-    holders: Mapping[str, tuple[int, ...]],
-    process: WriterProcess | None,
-) -> tuple[str, list[WrittenPiece], list[WrittenPiece]]:
-    """Write the shard file of this rank.
+def _plan_items(
+    planner: DefaultSavePlanner, ranks: _Ranks, holders: Mapping[str, tuple[int, ...]]
+) -> list[tuple[WriteItem, bool]]:
+    """Choose the items that this rank writes.
 
     Returns:
-        The name of the file, the pieces that belong to the checkpoint, and the copies of small pieces that
-        belong to the checkpoint in another rank's file.
+        The items, and whether each one belongs to the checkpoint. If not, it is a copy of a small item that
+        belongs to the checkpoint in another rank's file.
     """
     everyone = tuple(range(ranks.world_size))
     # Bytes that each rank of a group of replicas writes. All of them compute the same numbers.
     loads: dict[tuple[int, ...], list[int]] = {}
-    owned: dict[MetadataIndex, bool] = {}
-    items: list[WriteItem] = []
+    items: list[tuple[WriteItem, bool]] = []
     for item in planner.create_local_plan().items:
         data, value = item.tensor_data, planner.state_dict[item.index.fqn]
         if isinstance(value, DTensor):
@@ -287,23 +293,8 @@ def _write_shards(
         load[writer] += nbytes
         is_owner = replicas[writer] == ranks.rank or is_empty
         if is_owner or nbytes <= _SMALL_BYTES:
-            owned[item.index] = is_owner
-            items.append(item)
-    nbytes = sum(item.tensor_storage_size() or 0 for item in items)
-    is_large = process is not None and nbytes >= MIN_PROCESS_BYTES
-    write = process.write_items if process is not None and is_large else write_items
-    written = write(folder, ranks.rank, items, planner)
-    sizes = {item.index: () if item.tensor_data is None else item.tensor_data.chunk.sizes for item in items}
-    pieces: tuple[list[WrittenPiece], list[WrittenPiece]] = [], []
-    for result in written:
-        index = result.index
-        offsets = None if index.offset is None else tuple(index.offset)
-        piece = WrittenPiece(
-            index.fqn, offsets, tuple(sizes[index]), result.offset, result.length, result.checksum
-        )
-        pieces[0 if owned[index] else 1].append(piece)
-    file = next((result.file for result in written), f"__{ranks.rank}_0.distcp")
-    return file, *pieces
+            items.append((item, is_owner))
+    return items
 
 
 def _find_replicas(tensor: DTensor) -> tuple[int, ...]:
@@ -316,20 +307,3 @@ def _find_replicas(tensor: DTensor) -> tuple[int, ...]:
         for placement, position in zip(tensor.placements, coordinate, strict=True)
     )
     return tuple(mesh.mesh[index].flatten().tolist())
-
-
-def _write_synced(path: Path, content: Iterator[bytes]) -> tuple[int, int]:
-    """Write and fsync a file.
-
-    Returns:
-        The CRC32 of the content, and its size in bytes.
-    """
-    crc32 = nbytes = 0
-    with path.open("wb") as file:
-        for part in content:
-            file.write(part)
-            crc32 = isal_zlib.crc32(part, crc32)
-            nbytes += len(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return crc32, nbytes

@@ -1,0 +1,198 @@
+"""Index of the pieces of a DCP folder, which one process of a node writes and the others map.
+
+`.metadata` is a pickle of all pieces of all ranks. Parsing it takes a minute and gigabytes for a million
+pieces. A process that reads a few slices needs few of them. This file has numbers that can be mapped into
+memory instead of parsed:
+
+    8 bytes   length of the description
+    JSON      files, and for each key its path, dtype and shape, and the position of its rows
+    int64     for each piece a row: offsets, sizes, number of the file, offset, length, checksum
+
+A file number or a checksum of -1 means that there is none. The index is for processes of one user on one
+machine, so it has no checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.errors import CheckpointError
+from converters.formats.dcp.checksums import CHECKSUMS, metadata_files
+from converters.formats.dcp.metadata import Item, TensorEntry, ValueEntry, chunk_key, read_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from converters.formats.dcp.metadata import Dims, Entry
+    from converters.storage.folder import Folder
+
+BuildOnce = Callable[[str, Callable[[Path], None]], "Path | None"]
+"""Function that writes a file in one process of each node.
+
+It takes a key of the content, and a function that writes the file at a path. It returns the path of the
+file, or None if the processes of this node cannot share files.
+"""
+_ALIGNMENT = 64
+_FACTS = 4
+"""Columns of a row after its offsets and sizes."""
+
+
+class PieceIndex:
+    """A mapped index.
+
+    Args:
+        folder: Folder of the checkpoint.
+        path: Path of the index.
+
+    Attributes:
+        entries: All keys of the state dict. The tensors have no pieces; see `find_entry`.
+    """
+
+    def __init__(self, folder: Folder, path: Path) -> None:
+        with path.open("rb") as file:
+            nbytes = int.from_bytes(file.read(8), "little")
+            description = json.loads(file.read(nbytes))
+            start = _align(file.tell())
+            has_rows = file.seek(0, 2) > start
+        empty = np.zeros(0, np.int64)
+        # A plain array, because slices of np.memmap are slow.
+        self._numbers: npt.NDArray[np.int64] = (
+            np.asarray(np.memmap(path, np.int64, "r", start)) if has_rows else empty
+        )
+        self._files: list[str] = description["files"]
+        self._positions: dict[str, tuple[int, int]] = {}
+        self.entries: dict[str, Entry] = {}
+        for key, stored_path, dtype, shape, position, count in description["keys"]:
+            key_path = None if stored_path is None else tuple(stored_path)
+            if dtype is None:
+                (row,) = self._numbers[position : position + _FACTS].reshape(1, _FACTS).tolist()
+                self.entries[key] = ValueEntry(folder, key, key_path, self._to_item(row))
+            else:
+                self.entries[key] = TensorEntry(folder, key, key_path, dtype, tuple(shape), (), {})
+                self._positions[key] = position, count
+
+    def find_entry(self, key: str, region: tuple[Dims, Dims]) -> TensorEntry:
+        """Return a tensor with the pieces that may overlap with a region.
+
+        Args:
+            key: Key of a tensor.
+            region: Offsets and sizes.
+        """
+        entry = self.entries[key]
+        assert isinstance(entry, TensorEntry)
+        dims, (position, count) = len(entry.shape), self._positions[key]
+        width = 2 * dims + _FACTS
+        rows = self._numbers[position : position + count * width].reshape(count, width)
+        for axis, (start, size) in enumerate(zip(*region, strict=True)):
+            starts = rows[:, axis]
+            rows = rows[(starts < start + size) & (starts + rows[:, dims + axis] > start)]
+        chunks: list[tuple[Dims, Dims]] = []
+        items: dict[str, Item] = {}
+        for row in rows.tolist():
+            offsets, sizes, facts = tuple(row[:dims]), tuple(row[dims : 2 * dims]), row[2 * dims :]
+            chunks.append((offsets, sizes))
+            if facts[0] >= 0:
+                items[chunk_key(offsets)] = self._to_item(facts)
+        return replace(entry, chunks=tuple(chunks), items=items)
+
+    def _to_item(self, facts: list[int]) -> Item:
+        file, offset, length, checksum = facts
+        return Item(self._files[file], offset, length, None if checksum < 0 else checksum)
+
+
+def write_index(entries: Mapping[str, Entry], path: Path) -> None:
+    """Write the index of a DCP folder.
+
+    Args:
+        entries: All keys of the folder.
+        path: Path of the new file.
+
+    Raises:
+        CheckpointError: If a piece has another number of dimensions than its tensor, or a checksum is not
+            one.
+    """
+    files: dict[str, int] = {}
+    keys: list[Any] = []
+    blocks: list[npt.NDArray[np.int64]] = []
+    position = 0
+
+    def describe(item: Item | None) -> tuple[int, ...]:
+        if item is None:
+            return -1, 0, 0, -1
+        checksum = -1 if item.checksum is None else item.checksum
+        if item.checksum is not None and not 0 <= checksum < 1 << 32:
+            raise CheckpointError(f"{entry.folder.path / CHECKSUMS}: damaged, {checksum} is not a CRC32")
+        return files.setdefault(item.file, len(files)), item.offset, item.length, checksum
+
+    for key, entry in entries.items():
+        if isinstance(entry, TensorEntry):
+            rows = [
+                (*offsets, *sizes, *describe(entry.items.get(chunk_key(offsets))))
+                for offsets, sizes in entry.chunks
+                if len(offsets) == len(sizes) == len(entry.shape)
+            ]
+            if len(rows) < len(entry.chunks):
+                raise CheckpointError(
+                    f"{entry.folder.path}: damaged, a piece of {key!r} has another number of dimensions"
+                )
+            keys.append((key, entry.path, entry.dtype, entry.shape, position, len(rows)))
+        else:
+            rows = [describe(entry.item)]
+            keys.append((key, entry.path, None, (), position, 1))
+        blocks.append(np.array(rows, np.int64).reshape(-1))  # every number is a size below 2**63
+        position += len(blocks[-1])
+    description = json.dumps({"files": list(files), "keys": keys}, separators=(",", ":")).encode()
+    with path.open("wb") as file:
+        file.write(len(description).to_bytes(8, "little") + description)
+        file.write(bytes(_align(file.tell()) - file.tell()))
+        for block in blocks:
+            file.write(block.data)
+
+
+def open_index(folder: Folder, build_once: BuildOnce) -> PieceIndex | None:
+    """Open the index of a DCP folder, for which one process of each node reads `.metadata`.
+
+    Args:
+        folder: Folder of the checkpoint.
+        build_once: Function that writes a file in one process of each node.
+
+    Returns:
+        The index, or None if the processes of this node cannot share files.
+
+    Raises:
+        CheckpointError: If the metadata is damaged.
+    """
+    path = build_once(_describe_version(folder), lambda path: write_index(read_metadata(folder), path))
+    if path is None:
+        return None
+    try:
+        return PieceIndex(folder, path)
+    except OSError:  # another process has removed it, because it could not read the checkpoint
+        return None
+
+
+def _describe_version(folder: Folder) -> str:
+    """Describe which metadata a folder has, so that a changed folder gets another index."""
+    facts: list[object] = [str(folder.path)]
+    for name in (*metadata_files(folder.path), CHECKSUMS):
+        path = folder.path / name
+        if not path.is_file():
+            continue
+        if isinstance(path, Path):
+            status = path.stat()
+            facts.append((name, status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino))
+        else:
+            facts.append((name, path.look_up()))
+    return repr(facts)
+
+
+def _align(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,148 @@
+"""Folder that the ranks of one launch on one node share, and files in it that one of them writes.
+
+The ranks find the folder by their parent process, so no process group is needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import os
+import pickle
+import shutil
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from portable.temporary_folder import lasting_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PREFIX = "portable-node-"
+_RECENT = 900.0
+T = TypeVar("T")
+_SHARED = "shared-"
+"""Prefix of files that one rank writes and all ranks of the node read."""
+
+
+def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
+    """Write a file in one process of this node; the other processes wait for it.
+
+    Args:
+        key: Key of the content.
+        write: Function that writes the file at a path.
+
+    Returns:
+        Path of the file, which :func:`remove_shared_files` removes. None if it cannot be written, for
+        example because the disk of temporary files is full.
+    """
+    try:
+        path = get_node_folder() / f"{_SHARED}{hashlib.sha256(key.encode()).hexdigest()}"
+        with path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+            if not is_recent(path):
+                draft = path.with_suffix(".draft")
+                try:
+                    write(draft)
+                    draft.replace(path)
+                finally:
+                    draft.unlink(missing_ok=True)
+    except OSError:
+        return None
+    return path
+
+
+def compute_once(key: str, compute: Callable[[], T]) -> T:
+    """Compute a value in one rank of this node; the other ranks wait for it and read it.
+
+    Args:
+        key: Key of the value.
+        compute: Function that computes a value that can be pickled. If it fails, the next rank calls it.
+
+    Returns:
+        The value. A process that is not a rank computes it.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return compute()
+    computed: list[T] = []
+
+    def write(path: Path) -> None:
+        computed.append(compute())
+        path.write_bytes(pickle.dumps(computed[0]))
+
+    path = build_once(key, write)
+    if not computed and path is not None:
+        with suppress(FileNotFoundError):  # another rank has failed, and has removed it
+            computed.append(pickle.loads(path.read_bytes()))  # noqa: S301 (written by this user's ranks)
+    return computed[0] if computed else compute()
+
+
+def is_recent(path: Path) -> bool:
+    """Return whether a file was written within the last 15 minutes.
+
+    A shell may start several launches, and a later launch should read new data.
+    """
+    try:
+        return time.time() - path.stat().st_mtime < _RECENT
+    except FileNotFoundError:
+        return False
+
+
+def remove_shared_files() -> None:
+    """Remove the files of :func:`build_once`. Processes that have opened them can still read them."""
+    with suppress(OSError):
+        for path in get_node_folder().glob(f"{_SHARED}*"):
+            if path.suffix != ".lock":
+                path.unlink(missing_ok=True)
+
+
+def get_node_folder() -> Path:
+    """Return the folder of this launch on this node."""
+    is_rank = "LOCAL_RANK" in os.environ
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return _create_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
+
+
+@cache
+def _create_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
+    """Create the folder of a launch, and remove the folders of launches that have ended.
+
+    Args:
+        launcher: Process id of the launcher, which is the parent of all ranks of a node.
+        attempt: Number of the launcher's attempt to run the ranks.
+        is_rank: Whether this process is a rank.
+    """
+    launch = hashlib.sha256(f"{_start_time(launcher)} {attempt}".encode()).hexdigest()[:16]
+    for other in lasting_folder().glob(f"{_PREFIX}*"):
+        with suppress(OSError, ValueError):
+            if other.lstat().st_uid == os.getuid() and not _is_alive(int(other.name.split("-")[2])):
+                shutil.rmtree(other, ignore_errors=True)
+    folder = lasting_folder() / f"{_PREFIX}{launcher}-{launch}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder}: belongs to another user; remove it, or set TMPDIR")
+    if not is_rank:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _start_time(pid: int) -> str:
+    """Return the start time of a process, because ids of processes are used again; empty if it is unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
