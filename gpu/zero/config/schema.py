@@ -21,7 +21,7 @@ from gpu.zero import private_api
 from portable.config import keys
 from portable.config.origins import shown
 from portable.errors import UserError, one_line
-from portable.importing.deepspeed import AUTO, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
+from portable.importing.deepspeed import AUTO, KEYS, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
 from portable.importing.foreign_file import is_off
 
 if TYPE_CHECKING:
@@ -174,8 +174,7 @@ def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
     if wrong is not None:
         judgment.wrong = wrong
     elif isinstance(problem, TypeError | AttributeError | LookupError):
-        last = recorded.last[-1]
-        judgment.wrong = f"{'.'.join(last)}: DeepSpeed cannot read {shown(_find(values, last))}"
+        judgment.wrong = _describe_unreadable(recorded.last[-1], values)
     elif problem is not None:  # its sections do not say where in the file they are
         judgment.wrong = str(problem) or type(problem).__name__
     else:
@@ -183,6 +182,14 @@ def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
             for key, _ in section.plain_items():
                 if key not in section.defaults:
                     judgment.unknown[(*section.path, key)] = _list_readable(section)
+
+
+def _describe_unreadable(path: Path, values: dict[str, Any]) -> str:
+    """Return a message about a value that DeepSpeed's parser cannot use, because of its type."""
+    key, value = ".".join(path), shown(_find(values, path))
+    if any(name.startswith(f"{key}.") for name in KEYS):
+        return f"{key}: must be a mapping, not {value}"
+    return f"{key}: DeepSpeed cannot read {value}; correct or remove it"
 
 
 def _list_readable(section: RecordedSection) -> list[str]:
