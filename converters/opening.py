@@ -92,13 +92,13 @@ def read_pickled(path: str | Place) -> Any:
     Raises:
         CheckpointError: damaged, or it holds a class that torch itself does not write.
     """
-    from converters.containers.pickle_reader import plain
+    from converters.containers.pickle_reader import to_json_value
     from converters.containers.torchzip import TorchZip
     from converters.storage.folder import Folder
 
     path = place(path)
     try:
-        return plain(TorchZip(Folder(path.parent).file(path.name)).load())
+        return to_json_value(TorchZip(Folder(path.parent).file(path.name)).load())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.pickle_reader import plain, shown, unpickle
+from converters.containers.pickle_reader import format_value, to_json_value, unpickle
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -97,7 +97,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
         for below, leaf in _merge_ranks(folder, name, item).items():
             key = ".".join(map(str, (name, *below)))
             if key in leaves:
-                raise CheckpointError(f"{path}: two values are called {shown(key)}")
+                raise CheckpointError(f"{path}: two values are called {format_value(key)}")
             leaves[key], paths[key] = leaf, (name, *below)
     roles = assign_roles(
         paths, frozenset(key for key, leaf in leaves.items() if _is_tensor(leaf)), where=str(path)
@@ -114,7 +114,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
         if not roles.optimizers:
             return None
         if len(roles.optimizers) > 1:
-            names = ", ".join(shown(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8])
+            names = ", ".join(format_value(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8])
             raise OptimizerStateError(f"{path}: holds several optimizers, {names}")
         return build_optimizer(
             roles,
@@ -150,18 +150,18 @@ def _read_metadata(path: Place) -> tuple[int, dict[str, _Item]]:
         data = read_small(file, limit=MAX_HEADER)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror or error}") from None
-    table = unpickle(data, where=str(file), standins={})
+    table = unpickle(data, location=str(file), standins={})
     if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
         raise CheckpointError(f"{file}: damaged, not a table of items")
     if table.get("version") != _VERSION:
-        version = shown(table.get("version"))
+        version = format_value(table.get("version"))
         raise CheckpointError(
             f"{file}: has version {version}, not {_VERSION}; load the checkpoint with "
             "torch_checkpointing, and save it again"
         )
     world = table.get("world_size")
     if type(world) is not int or not 0 < world <= MAX_COUNT:
-        raise CheckpointError(f"{file}: damaged, world_size is {shown(world)}")
+        raise CheckpointError(f"{file}: damaged, world_size is {format_value(world)}")
     items: dict[str, _Item] = {}
     for name, entry in table["metadata"].items():
         with blame(file):
@@ -179,9 +179,11 @@ def _read_item(name: Any, entry: Any, world: int) -> _Item:
         raise CheckpointError("damaged, an item without a name")
     recorded, files = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
     if not isinstance(recorded, dict) or not isinstance(files, dict):
-        raise CheckpointError(f"damaged, the item {shown(name)} has no files or tensors")
+        raise CheckpointError(f"damaged, the item {format_value(name)} has no files or tensors")
     if len(recorded) != world or not all(type(rank) is int and 0 <= rank < world for rank in recorded):
-        raise CheckpointError(f"damaged, the item {shown(name)} does not list the files of {world} ranks")
+        raise CheckpointError(
+            f"damaged, the item {format_value(name)} does not list the files of {world} ranks"
+        )
     return _Item(
         {rank: _read_file_name(name, rank, layout) for rank, layout in recorded.items()},
         {_parse_path(text): _read_groups(text, groups, world) for text, groups in files.items()},
@@ -196,7 +198,9 @@ def _read_file_name(name: str, rank: int, layout: Any) -> tuple[str, str]:
     how = layout.get("serialization_format") if isinstance(layout, dict) else None
     kind = how.get("type") if isinstance(how, dict) else None
     if type(file) is not str or kind not in (_TORCH, _SAFETENSORS, *_OTHER_FORMATS):
-        raise CheckpointError(f"damaged, the file of item {shown(name)} on rank {rank} is not recorded")
+        raise CheckpointError(
+            f"damaged, the file of item {format_value(name)} on rank {rank} is not recorded"
+        )
     return file, kind
 
 
@@ -207,7 +211,7 @@ def _parse_path(text: Any) -> KeyPath:
     except (ValueError, RecursionError):
         parts = None
     if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
-        raise CheckpointError(f"damaged, {shown(text)} is not the path of a tensor")
+        raise CheckpointError(f"damaged, {format_value(text)} is not the path of a tensor")
     return tuple(parts)
 
 
@@ -218,11 +222,11 @@ def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int
     for group in groups if isinstance(groups, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
-            raise CheckpointError(f"damaged, the ranks of {shown(name)} are {shown(ranks)}")
+            raise CheckpointError(f"damaged, the ranks of {format_value(name)} are {format_value(ranks)}")
         seen.update(ranks)
         layouts.append((frozenset(ranks), _read_layout(name, group.get("sharding_metadata"))))
     if not layouts:
-        raise CheckpointError(f"damaged, {shown(name)} is on no rank")
+        raise CheckpointError(f"damaged, {format_value(name)} is on no rank")
     return layouts
 
 
@@ -230,22 +234,26 @@ def _read_layout(name: Any, packed: Any) -> _Layout:
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
-        raise CheckpointError(f"{shown(name)}: sharding metadata of type {shown(kind)} is not supported")
+        raise CheckpointError(
+            f"{format_value(name)}: sharding metadata of type {format_value(kind)} is not supported"
+        )
     mesh = data.get("mesh_spec") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(mesh, dict):
-        raise CheckpointError(f"damaged, the layout of {shown(name)} is incomplete")
+        raise CheckpointError(f"damaged, the layout of {format_value(name)} is incomplete")
     dtype = data.get("dtype")
     converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
     if converted_dtype is None:
-        raise CheckpointError(f"{shown(name)}: the element type {shown(dtype)} is not supported")
+        raise CheckpointError(
+            f"{format_value(name)}: the element type {format_value(dtype)} is not supported"
+        )
     shape, sizes, ranks = data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data")
     placements = data.get("placements")
     if not is_shape(shape) or not is_shape(sizes) or not is_shape(ranks):
-        raise CheckpointError(f"damaged, the shape or mesh of {shown(name)} is not a list of numbers")
+        raise CheckpointError(f"damaged, the shape or mesh of {format_value(name)} is not a list of numbers")
     if prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise CheckpointError(f"damaged, the mesh of {shown(name)} does not list each rank once")
+        raise CheckpointError(f"damaged, the mesh of {format_value(name)} does not list each rank once")
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
-        raise CheckpointError(f"damaged, {shown(name)} has no placements")
+        raise CheckpointError(f"damaged, {format_value(name)} has no placements")
     return _Layout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
 
 
@@ -273,12 +281,12 @@ def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
         for path, value in values:
             _check_layout(path, value, item, rank, location)
             counts[path] = counts.get(path, 0) + 1
-            _add(merged, path, value, rank, f"{location}: {shown('.'.join(map(str, path)))}")
+            _add(merged, path, value, rank, f"{location}: {format_value('.'.join(map(str, path)))}")
     for path, groups in item.layouts.items():
         if counts.get(path, 0) != sum(len(ranks) for ranks, _ in groups):
             raise CheckpointError(
-                f"{folder.path}: {shown('.'.join(map(str, path)))} is missing from the {name} file of a rank "
-                f"that {_METADATA} lists"
+                f"{folder.path}: {format_value('.'.join(map(str, path)))} is missing from the {name} file of "
+                f"a rank that {_METADATA} lists"
             )
     return merged
 
@@ -288,7 +296,7 @@ def _check_distinct(folder: Folder, files: Mapping[int, str]) -> None:
     for file in files.values():
         other = files_by_identity.setdefault(folder.file(file).identity(), file)
         if other != file or len(set(files.values())) != len(files):
-            raise CheckpointError(f"{folder.path / _METADATA}: lists one file twice, {shown(file)}")
+            raise CheckpointError(f"{folder.path / _METADATA}: lists one file twice, {format_value(file)}")
 
 
 def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: str) -> None:
@@ -296,7 +304,7 @@ def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: s
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, Sharded):
         raise CheckpointError(
-            f"{location}: holds {shown('.'.join(map(str, path)))}, which {_METADATA} does not list"
+            f"{location}: holds {format_value('.'.join(map(str, path)))}, which {_METADATA} does not list"
         )
     if layout is None or (
         isinstance(value, (Sharded, StoredTensor))
@@ -307,8 +315,8 @@ def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: s
         f"{value.dtype} {list(value.shape)}" if isinstance(value, (Sharded, StoredTensor)) else "not a tensor"
     )
     raise CheckpointError(
-        f"{location}: {shown('.'.join(map(str, path)))} is {description}, but {_METADATA} has {layout.dtype} "
-        f"{list(layout.shape)}"
+        f"{location}: {format_value('.'.join(map(str, path)))} is {description}, but {_METADATA} has "
+        f"{layout.dtype} {list(layout.shape)}"
     )
 
 
@@ -325,7 +333,7 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
         if layout is None:
             continue
         part = tensors.pop(".".join(map(str, path)), None)
-        location = f"{file.path}: {shown('.'.join(map(str, path)))}"
+        location = f"{file.path}: {format_value('.'.join(map(str, path)))}"
         if part is None:
             raise CheckpointError(f"{location} is missing")
         offsets, shape = locate_part(
@@ -339,7 +347,7 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
         yield path, Sharded(Placed.__name__, layout.dtype, layout.shape, Placed(offsets, part))
     if tensors:
         raise CheckpointError(
-            f"{file.path}: holds {shown(next(iter(tensors)))}, which {_METADATA} does not list"
+            f"{file.path}: holds {format_value(next(iter(tensors)))}, which {_METADATA} does not list"
         )
 
 
@@ -359,7 +367,7 @@ def _flatten(content: Any, location: str) -> Iterator[tuple[KeyPath, Any]]:
             continue
         for key, inner in reversed(value.items()):
             if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
-                raise CheckpointError(f"{location}: the key {shown(key)} is not the name of a value")
+                raise CheckpointError(f"{location}: the key {format_value(key)} is not the name of a value")
             pending.append(((*path, key), inner))
 
 
@@ -376,7 +384,7 @@ def _add(merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, locat
         previous.add(value, rank)
     elif path not in merged:
         merged[path] = value
-    elif isinstance(previous, (Parts, Copies)) or plain(previous) != plain(value):
+    elif isinstance(previous, (Parts, Copies)) or to_json_value(previous) != to_json_value(value):
         raise CheckpointError(f"{location} has other values on other ranks; the files are of two checkpoints")
 
 

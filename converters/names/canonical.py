@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.errors import CheckpointError
 from converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
@@ -62,9 +62,11 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     refuse_flat_parameters(named, where)
     for name in named:
         if type(name) is not str:  # a pickle may hold any key
-            raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
+            raise CheckpointError(f"{where}: the tensor name {format_value(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
-            raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
+            raise CheckpointError(
+                f"{where}: a tensor name has {len(name):,} characters: {format_value(name)}"
+            )
     names = [plain_name(name) for name in named]
     if all(name.startswith(_PARALLEL) for name in names):
         names = [name.removeprefix(_PARALLEL) for name in names]
@@ -241,7 +243,9 @@ def model_container(paths: Sequence[Path]) -> Path | None:
 def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
     """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
     if len(joined) > MAX_TENSOR_NAME:
-        raise CheckpointError(f"an optimizer state name has {len(joined):,} characters: {shown(joined)}")
+        raise CheckpointError(
+            f"an optimizer state name has {len(joined):,} characters: {format_value(joined)}"
+        )
     cut = joined.rfind(".")
     while cut > 0:
         if joined[:cut] in names:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.limits import MAX_GROUP_VALUES
 from converters.names.code_names import find_quantized_modules
@@ -156,7 +156,7 @@ def plain_groups(optimizer: OptimizerState) -> ParamGroups:
     Returns:
         The parameter groups as dicts, lists, strings, and numbers. Only `betas` is a tuple, as in PyTorch.
     """
-    groups: ParamGroups = plain(optimizer.param_groups, limit=MAX_GROUP_VALUES)
+    groups: ParamGroups = to_json_value(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
         {
             key: tuple(value) if key == "betas" and isinstance(value, list) else value

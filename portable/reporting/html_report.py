@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
 from converters.console import complain, say
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.errors import printable, redact
 from converters.storage.path_or_url import in_store, resolve_links
 from converters.storage.safe_open import LinkError, read_small
@@ -518,7 +518,7 @@ def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 def _plain(value: Any) -> str:
     if value is None or isinstance(value, str):
         return (value or "")[:_MOST_TEXT]
-    return json.dumps(plain(value), default=str)[:_MOST_TEXT]
+    return json.dumps(to_json_value(value), default=str)[:_MOST_TEXT]
 
 
 def _machine(launch: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ def test_keys_of_one_hash(shape: str) -> None:
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
             "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
     with quick(), pytest.raises(CheckpointError, match="too large a number"):
-        unpickle(b"\x80\x04" + data, where="f", standins={"m.C": None})
+        unpickle(b"\x80\x04" + data, location="f", standins={"m.C": None})
 
 
 def test_params_of_one_hash(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from converters.containers.pickle_reader import (
     Global,
     Instance,
     Standin,
-    inert_members,
+    build_getattr_standin,
     is_index,
-    members_of,
+    list_inert_members,
     unpickle,
 )
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
@@ -42,7 +42,7 @@ _CLASSES = "torch.distributed.checkpoint."
 _MEMBERS = {f"{_CLASSES}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMATS}
 _STANDINS: Mapping[str, Standin | None] = {
     **TORCH_STANDINS,
-    "builtins.getattr": members_of(inert_members(_MEMBERS)),
+    "builtins.getattr": build_getattr_standin(list_inert_members(_MEMBERS)),
 }
 
 
@@ -131,7 +131,7 @@ def read_metadata_file(folder: Folder, name: str, checksums: ShardChecksums | No
     data = file.read(0, file.nbytes)
     if checksums is not None:
         checksums.check_metadata(name, data)
-    root = unpickle(data, where=where, standins=_STANDINS, prefixes=(_CLASSES,))
+    root = unpickle(data, location=where, standins=_STANDINS, prefixes=(_CLASSES,))
     fields = require_attributes(root, "Metadata", where)
     described = require_mapping(fields.get("state_dict_metadata"), "state_dict_metadata", where)
     stored = require_mapping(fields.get("storage_data"), "storage_data", where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.errors import CheckpointError
 from converters.formats.torch_save.optimizer import moment_shape
 from converters.names.canonical import Path, Roles, is_number, known_name
@@ -67,7 +67,7 @@ def _groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], where: st
     """`param_groups` from one list, one item per value, or one item per parameter and value."""
     whole = values.get(())
     if whole is not None:
-        groups = plain(whole)
+        groups = to_json_value(whole)
     elif values and all(isinstance(path[0], int) for path in values):
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
@@ -78,9 +78,9 @@ def _groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], where: st
                 )
             while len(groups) <= index:
                 groups.append({})
-            _put(groups[index], path[1:], plain(value))
+            _put(groups[index], path[1:], to_json_value(value))
     else:
-        groups = _merged({".".join(map(str, path)): plain(value) for path, value in values.items()})
+        groups = _merged({".".join(map(str, path)): to_json_value(value) for path, value in values.items()})
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{where}: the optimizer's param_groups are not a list of groups")
     for group in groups:

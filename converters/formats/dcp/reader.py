@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, Scalar
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
@@ -109,7 +109,7 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         if len(roles.optimizers) > 1:
             names = sorted(".".join(map(str, path)) for path in roles.optimizers)
             raise OptimizerStateError(
-                f"{where}: holds several optimizers, {', '.join(map(shown, names[:8]))}"
+                f"{where}: holds several optimizers, {', '.join(map(format_value, names[:8]))}"
             )
         return build_optimizer(
             roles,
@@ -229,13 +229,13 @@ def _locate(entry: TensorEntry, item: Item, sizes: Dims) -> View:
             f"{archive.where}: is {stored.dtype} {list(stored.shape)}, "
             f".metadata says {entry.dtype} {list(sizes)}"
         )
-    return stored.view()
+    return stored.to_view()
 
 
 def open_item(entry: Entry, item: Item) -> TorchZip:
     """The zip of one item; CheckpointError where it is damaged or fails its recorded checksum."""
     file = entry.folder.file(item.file)
-    archive = TorchZip(file, item.offset, item.length, what=f"item {entry.key!r}")
+    archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
         raise CheckpointError(f"{archive.where}: damaged, or from another save ({CHECKSUMS})")
     return archive

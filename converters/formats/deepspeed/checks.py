@@ -120,7 +120,7 @@ def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, withi
     if not weight.is_contiguous or not prod(weight.shape):
         return None
     ours = _peek(master.source, master.dtype, start, count)
-    theirs = _peek(weight.view().source, weight.dtype, weight.offset + within, count)
+    theirs = _peek(weight.to_view().source, weight.dtype, weight.offset + within, count)
     if ours is None or theirs is None:
         return None
     if (master.dtype, weight.dtype) == ("F32", "BF16") and _to_bfloat16(ours) == theirs:

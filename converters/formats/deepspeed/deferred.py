@@ -53,7 +53,7 @@ class DeferredTensor(StoredTensor):
         self.strides = row_major(shape, 1)
         self._source = _DeferredSource(self, load)
 
-    def view(self) -> View:
+    def to_view(self) -> View:
         """Return the tensor as a view in bytes."""
         return View(self._source, 0, row_major(self.shape, itemsize(self.dtype)))
 
@@ -71,7 +71,7 @@ class _DeferredSource:
             raise CheckpointError(
                 f"a rank has {tensor.dtype} {list(tensor.shape)} where another has {dtype} {list(shape)}"
             )
-        view = tensor.view()
+        view = tensor.to_view()
         view.source.read_into(buffer, view.offset + at, touched)
 
 

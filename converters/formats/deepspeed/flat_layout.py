@@ -50,7 +50,7 @@ class Piece:
 
 def piece_of(stored: StoredTensor) -> Piece:
     """A flat tensor of a rank file, as a piece."""
-    view, numel = stored.view(), prod(stored.shape)
+    view, numel = stored.to_view(), prod(stored.shape)
     return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * itemsize(stored.dtype)))
 
 

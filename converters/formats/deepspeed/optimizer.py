@@ -6,7 +6,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.flat_layout import (
@@ -190,7 +190,7 @@ def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
 def _settings(group: dict[Any, Any], where: str) -> dict[str, Any]:
     """A group's settings as plain values."""
     return {
-        str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
+        str(key): number(value, where) if isinstance(value, StoredTensor) else to_json_value(value)
         for key, value in group.items()
     }
 

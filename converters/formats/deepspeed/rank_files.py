@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.pickle_reader import Instance, members_of, plain, shown
+from converters.containers.pickle_reader import Instance, build_getattr_standin, format_value, to_json_value
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.containers.untrusted import require_list, require_mapping, require_names, require_shape
 from converters.errors import CheckpointError
@@ -54,7 +54,7 @@ _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 STANDINS: Mapping[str, Standin | None] = {
     _STAGE: _integer,
-    "builtins.getattr": members_of({(_STAGE, name): stage for stage, name in enumerate(_STAGES)}),
+    "builtins.getattr": build_getattr_standin({(_STAGE, name): stage for stage, name in enumerate(_STAGES)}),
 }
 PREFIXES = ("deepspeed.",)
 
@@ -182,8 +182,8 @@ class ModelFile:
         found = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
         if any(type(n) is not int or not 0 < n < MAX_COUNT for n in found) or prod(found) != total:
             raise CheckpointError(
-                f"{self.where}: damaged, its tensor and pipeline parallel degrees are {shown(found[0])} and "
-                f"{shown(found[1])} of {total}"
+                f"{self.where}: damaged, its tensor and pipeline parallel degrees are "
+                f"{format_value(found[0])} and {format_value(found[1])} of {total}"
             )
         return found
 
@@ -192,7 +192,7 @@ class ModelFile:
         counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
         return {
             **{record: self.content.get(record) for record in counted},
-            "ds_config": plain(self.content.get("ds_config")),
+            "ds_config": to_json_value(self.content.get("ds_config")),
             "param_shapes": ordered(self.groups),
             "frozen_param_shapes": self.frozen,
             "frozen parameters": set(self.fragments),
@@ -297,7 +297,7 @@ class OptimFile:
         """What the optimizer states of all ranks of a run have alike."""
         named = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
         about = {record: self.state.get(record) for record in named}
-        return {**about, "ds_version": self.version, "ds_config": plain(self.config)}
+        return {**about, "ds_version": self.version, "ds_config": to_json_value(self.config)}
 
 
 def partition_counts(state: Mapping[str, Any], where: str) -> list[int]:
@@ -466,5 +466,5 @@ def fragment(value: Any, where: str) -> tuple[int, int]:
 def _shapes(value: Any, where: str) -> Shapes:
     shapes: Shapes = {}
     for name, shape in require_mapping(value or {}, "a table of shapes", where).items():
-        shapes[str(name)] = require_shape(shape, f"the shape of {shown(name)}", where)
+        shapes[str(name)] = require_shape(shape, f"the shape of {format_value(name)}", where)
     return shapes

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
 from converters.formats.deepspeed.expert_files import Experts
@@ -58,8 +58,8 @@ def _shard_folder(source: Source) -> Place | None:
     if found is None and tags:
         # Another tag is another step; do not guess.
         raise CheckpointError(
-            f"{path / LATEST}: names {shown(tag)}, which holds no DeepSpeed files; choose with --tag: "
-            + ", ".join(map(shown, tags[:8]))
+            f"{path / LATEST}: names {format_value(tag)}, which holds no DeepSpeed files; choose with --tag: "
+            + ", ".join(map(format_value, tags[:8]))
         )
     return found
 
@@ -78,7 +78,7 @@ def _holds(path: Place) -> bool:
 def _incomplete(source: Source) -> str | None:
     tag = read_tag(source.path / LATEST)
     if tag is not None:
-        return f"{source.path / LATEST}: names {shown(tag)}, which holds no DeepSpeed files"
+        return f"{source.path / LATEST}: names {format_value(tag)}, which holds no DeepSpeed files"
     return None
 
 

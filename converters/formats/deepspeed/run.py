@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import plain, shown
+from converters.containers.pickle_reader import format_value, to_json_value
 from converters.containers.shard_index import check_ranks
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.checks import check_against_module
@@ -89,7 +89,7 @@ class SavedRun:
         self.bf16_optimizer = "zero_stage" not in first.state and MASTERS in first.state
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{first.where}: unknown ZeRO stage {shown(stage)}")
+            raise CheckpointError(f"{first.where}: unknown ZeRO stage {format_value(stage)}")
         self.stage: int = stage
         if experts is not None and stage == 3:
             raise CheckpointError(f"{where}: expert parallel checkpoints of ZeRO-3 are not supported")
@@ -370,7 +370,7 @@ def _alike(run: SavedRun) -> dict[str, Any]:
     return {
         **{what: model.count(what) for what in ("global_steps", "skipped_steps", "global_samples")},
         "ds_version": run.optim[0].version,
-        "ds_config": plain(model.content.get("ds_config")),
+        "ds_config": to_json_value(model.content.get("ds_config")),
         "ZeRO stage": run.stage,
         "world size": run.world,
         "parallel degrees": model.degrees,

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.containers.untrusted import get_list, get_mapping
 from converters.errors import CheckpointError, blame
 from converters.formats.deepspeed.checks import same
@@ -51,7 +51,7 @@ class Layout:
     def __init__(self, info: Any, degree: int, where: str) -> None:
         self.where = where
         self.degree = degree
-        self.info = plain(info, limit=MAX_SETTINGS)
+        self.info = to_json_value(info, limit=MAX_SETTINGS)
         if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
             raise CheckpointError(
                 f"{where}: tensor parallel ranks whose files do not say how the parameters are cut "

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, Scalar
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
@@ -78,7 +78,7 @@ def _incomplete(source: Source) -> str | None:
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
     if tag := read_tag(source.path / LATEST):
-        return f"{source.path / LATEST}: names {shown(tag)}, which is not a universal checkpoint"
+        return f"{source.path / LATEST}: names {format_value(tag)}, which is not a universal checkpoint"
     return None
 
 
@@ -199,7 +199,7 @@ class _Universal:
         value = content.get("param") if isinstance(content, dict) else content
         named = content.get(NAME) if isinstance(content, dict) else None
         if named is not None and named != name:
-            raise CheckpointError(f"{where}: belongs to the parameter {shown(named)}")
+            raise CheckpointError(f"{where}: belongs to the parameter {format_value(named)}")
         known = ("param", "cat_dim", NAME)
         extra = [key for key in content if key not in known] if isinstance(content, dict) else []
         if extra:
@@ -216,7 +216,7 @@ class _Universal:
         suffix = "" if what == MASTER else f".{what}"
         if not prod(shape):
             return as_tensor(stored, name + suffix)
-        view = stored.view()
+        view = stored.to_view()
         return Tensor.contiguous(name + suffix, stored.dtype, shape, view.source, view.offset)
 
     def _crosscheck(self, name: str, what: str, stored: StoredTensor, where: str) -> None:

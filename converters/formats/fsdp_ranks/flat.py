@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
-from converters.containers.pickle_reader import is_index, plain
+from converters.containers.pickle_reader import is_index, to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
@@ -118,7 +118,7 @@ def read_flat(
                 at += made.nbytes
     param_groups: ParamGroups = [
         {
-            **{str(key): plain(value) for key, value in group.items() if key != "params"},
+            **{str(key): to_json_value(value) for key, value in group.items() if key != "params"},
             "params": [name for key in group["params"] for name in units[key]],
         }
         for group in groups
@@ -209,5 +209,5 @@ def _subtrees(sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
 
 
 def _bytes(stored: StoredTensor) -> Source:
-    view = stored.view()
+    view = stored.to_view()
     return Slice(view.source, view.offset, prod(stored.shape) * itemsize(stored.dtype))

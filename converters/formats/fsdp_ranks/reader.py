@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
-from converters.containers.pickle_reader import plain, shown
+from converters.containers.pickle_reader import format_value, to_json_value
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -64,7 +64,7 @@ def _find(source: Source) -> list[Place] | None:
 def _open(source: Source, folders: list[Place]) -> Checkpoint:
     path = folders[0]
     if len(folders) > 1:
-        names = ", ".join(shown(folder.name) for folder in folders[:8])
+        names = ", ".join(format_value(folder.name) for folder in folders[:8])
         raise CheckpointError(f"{source.path}: holds several models; give one of {names}")
     if path.parent == source.path:
         path = child(source.path, path.name)
@@ -89,7 +89,7 @@ class Parts:
                 self.parts += 1
                 self.view = self.view or stored
                 # As text: numbers can be chosen to collide.
-                view = stored.view if isinstance(stored, StoredTensor) else stored.boxes[0].view
+                view = stored.to_view if isinstance(stored, StoredTensor) else stored.boxes[0].view
                 self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, view))
 
     def tensor(self) -> Tensor:
@@ -188,7 +188,7 @@ class _Ranks:
 def _fold(held: dict[Any, Any], content: dict[Any, Any], rank: int, where: str, prefix: str) -> None:
     """Add one rank's content to that of the ranks before it."""
     for key, value in content.items():
-        name = f"{prefix}{key}" if type(key) in (str, int) else shown(key)
+        name = f"{prefix}{key}" if type(key) in (str, int) else format_value(key)
         known = held.get(key)
         if isinstance(value, dict) and (known is None or isinstance(known, dict)):
             if known is None:
@@ -206,7 +206,7 @@ def _fold(held: dict[Any, Any], content: dict[Any, Any], rank: int, where: str, 
             raise CheckpointError(f"{where}: {name} is not of one kind on all ranks")
         elif key not in held:
             held[key] = value
-        elif plain(known) != plain(value):
+        elif to_json_value(known) != to_json_value(value):
             raise CheckpointError(f"{where}: the ranks have different values of {name}; files of two runs?")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.containers.pickle_reader import Global, Instance, inert_members, members_of
+from converters.containers.pickle_reader import Global, Instance, build_getattr_standin, list_inert_members
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from converters.containers.untrusted import get_attributes
 from converters.errors import CheckpointError
@@ -81,7 +81,7 @@ _MEMBERS = {
 STANDINS: Mapping[str, Standin | None] = {
     "torch._tensor._rebuild_from_type_v2": _from_type,
     _WRAPPER: None,
-    "builtins.getattr": members_of(inert_members(_MEMBERS)),
+    "builtins.getattr": build_getattr_standin(list_inert_members(_MEMBERS)),
 }
 PREFIXES = ("torch.distributed.",)
 

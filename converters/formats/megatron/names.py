@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Instance, shown
+from converters.containers.pickle_reader import Instance, format_value
 from converters.errors import CheckpointError
 from converters.formats.megatron.settings import check_args
 from converters.limits import MAX_LAYERS
@@ -118,8 +118,8 @@ def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
     llama = gated and position == "rope" and norm == "RMSNorm"
     if not llama and (gated or position != "learned_absolute" or norm != "LayerNorm"):
         raise CheckpointError(
-            f"{where}: a Megatron model with swiglu={gated}, {shown(position)} positions and {shown(norm)} "
-            "is neither Llama- nor GPT-2-shaped"
+            f"{where}: a Megatron model with swiglu={gated}, {format_value(position)} positions and "
+            f"{format_value(norm)} is neither Llama- nor GPT-2-shaped"
         )
     heads = number("num_attention_heads")
     groups = number("num_query_groups", heads) if fields.get("group_query_attention") is True else heads
@@ -162,7 +162,9 @@ def as_transformers(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> 
             continue
         match = _LAYER.fullmatch(key)
         if match is None or match[2] not in inside:
-            raise CheckpointError(f"{where}: {shown(key)} has no place in a GPT-2- or Llama-shaped model")
+            raise CheckpointError(
+                f"{where}: {format_value(key)} has no place in a GPT-2- or Llama-shaped model"
+            )
         if int(match[1]) >= shape.layers:
             raise CheckpointError(f"{where}: holds layer {match[1]}, its args say {shape.layers} layers")
         found = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
-from converters.containers.pickle_reader import is_index, shown
+from converters.containers.pickle_reader import format_value, is_index
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats.megatron import FILE, RANK, ranks_in
@@ -249,7 +249,7 @@ def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
                 name = old.sub(new, name)
             name = plain_key(name)
             if name in found:
-                raise CheckpointError(f"{where}: two tensors are called {shown(name)}")
+                raise CheckpointError(f"{where}: two tensors are called {format_value(name)}")
             found[name] = value
     if not found:
         raise CheckpointError(f"{where}: holds no model tensors")

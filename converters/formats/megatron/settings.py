@@ -14,7 +14,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Global, shown
+from converters.containers.pickle_reader import Global, format_value
 from converters.errors import CheckpointError
 from converters.options import is_unset
 from converters.storage.safe_open import read_small_table
@@ -114,15 +114,17 @@ def check_args(fields: Mapping[str, Any], config: Place | None, where: str) -> N
         off = is_unset(value) or value == 0
         known = _READ.fullmatch(name) or _HARMLESS.fullmatch(name) or value in _ALLOWED.get(name, ())
         if not off and not known:
-            raise CheckpointError(f"{where}: a Megatron model with {name}={shown(value)} is not supported")
+            raise CheckpointError(
+                f"{where}: a Megatron model with {name}={format_value(value)} is not supported"
+            )
     held = read_small_table(config)
     for name, ours, key, theirs in _compared(fields, held):
         same = math.isclose(ours, theirs, rel_tol=1e-6) if _numbers(ours, theirs) else ours == theirs
         if not same:
-            beside = f"{config} has {key}={shown(theirs)}" if held else "no config.json says so"
+            beside = f"{config} has {key}={format_value(theirs)}" if held else "no config.json says so"
             raise CheckpointError(
-                f"{where}: its args have {name}={shown(ours)}, {beside}; give this model's config.json "
-                "with --config-from"
+                f"{where}: its args have {name}={format_value(ours)}, {beside}; give this model's "
+                "config.json with --config-from"
             )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.containers.ocdbt import MANIFEST, read_ocdbt
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
 from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
@@ -96,7 +96,7 @@ def read_leaves(folder: Folder) -> Leaves:
             continue
         name = stored[path] = ".".join(path)
         if not name or name in names or len(name) > MAX_TENSOR_NAME:
-            raise CheckpointError(f"{where}: damaged, two leaves are called {shown(name)}, or none")
+            raise CheckpointError(f"{where}: damaged, two leaves are called {format_value(name)}, or none")
         names.add(name)
         if kind == "scalar":
             scalars.add(path)
@@ -107,7 +107,7 @@ def read_leaves(folder: Folder) -> Leaves:
         extra = min(held - names, default=None)
         if extra is not None:
             raise CheckpointError(
-                f"{folder.path}: damaged, holds {shown(extra)}, which {METADATA} does not list"
+                f"{folder.path}: damaged, holds {format_value(extra)}, which {METADATA} does not list"
             )
     # Older versions left out chunks of zeros.
     return Leaves(stored, header, complete is True, database, frozenset(scalars))

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
@@ -203,8 +203,8 @@ class _Model:
         family = _FAMILIES.get(kind) if isinstance(kind, str) else None
         if family is None:
             raise CheckpointError(
-                f"{where}: MaxText's model of type {shown(kind)} is not read; export it with MaxText's "
-                "to_huggingface, or convert it without config.json to keep MaxText's names"
+                f"{where}: MaxText's model of type {format_value(kind)} is not read; export it with "
+                "MaxText's to_huggingface, or convert it without config.json to keep MaxText's names"
             )
         self.family = family
         self.sizes = sizes_of(config, where)
@@ -219,7 +219,9 @@ class _Model:
         if kind not in (None, "default", "llama3") or (
             kind == "llama3" and self.config["model_type"] != "llama"
         ):
-            raise CheckpointError(f"{self.where}: MaxText's models with {shown(kind)} positions are not read")
+            raise CheckpointError(
+                f"{self.where}: MaxText's models with {format_value(kind)} positions are not read"
+            )
         return str(kind)
 
     def layout(self, shapes: Mapping[Path, Shape], prefix: Path) -> Layout:
@@ -228,7 +230,7 @@ class _Model:
             target = self._destination(path[len(prefix) :], shape) if path[: len(prefix)] == prefix else None
             if target is None:
                 raise CheckpointError(
-                    f"{self.where}: {shown('.'.join(path))} has no place in a model of type "
+                    f"{self.where}: {format_value('.'.join(path))} has no place in a model of type "
                     f"{self.config['model_type']}; convert without config.json to keep MaxText's names"
                 )
             made.places[path] = target

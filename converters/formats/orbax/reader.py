@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_companions
 from converters.containers.ocdbt import MANIFEST
-from converters.containers.pickle_reader import shown
-from converters.containers.zarr import V3, Budget, read_zarr
+from converters.containers.pickle_reader import format_value
+from converters.containers.zarr import V3, ChunkBudget, read_zarr
 from converters.errors import CheckpointError, OptimizerStateError, blame, printable
 from converters.formats import Format, Source
 from converters.formats.orbax.leaves import METADATA, is_tree, of_another_program, read_leaves
@@ -99,7 +99,7 @@ class _Tree:
         self.folder = folder
         self.where = str(folder.path)
         self.leaves = read_leaves(folder)
-        self.budget = Budget(MAX_CHUNKS_BEYOND)
+        self.budget = ChunkBudget(MAX_CHUNKS_BEYOND)
         self.absent = 0
         self.arrays = {path: self._array(path, name) for path, name in self.leaves.stored.items()}
         if self.absent:
@@ -151,7 +151,7 @@ class _Tree:
             file = self.folder.file(key)
             return file.span(0, file.nbytes)
         if key not in database:
-            raise CheckpointError(f"{self.where}: damaged, {shown(key)} is missing from the database")
+            raise CheckpointError(f"{self.where}: damaged, {format_value(key)} is missing from the database")
         return database[key]
 
     def number(self, path: Path) -> Scalar:
@@ -219,7 +219,8 @@ class _Tree:
             owners = likely[:1] or short.get(rest, [])
             if not at or len(owners) != 1:
                 raise OptimizerStateError(
-                    f"{self.where}: the optimizer's {shown('.'.join(path))} is no moment of optax's Adam"
+                    f"{self.where}: the optimizer's {format_value('.'.join(path))} is no moment of optax's "
+                    "Adam"
                 )
             owner = owners[0]
             moment, array = path[at], self.arrays[path]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import is_index, plain
+from converters.containers.pickle_reader import is_index, to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.limits import MAX_GROUP_TENSOR
@@ -38,7 +38,7 @@ def as_tensor(stored: Leaf, name: str) -> Tensor:
     if isinstance(stored, Tensor):
         return stored
     origin = (0,) * len(stored.shape)
-    return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
+    return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.to_view)])
 
 
 def is_optimizer(value: Any) -> bool:
@@ -192,5 +192,5 @@ def group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
         if isinstance(value, Leaf):
             tensor = as_tensor(value, str(key))
             value = tensor.tolist() if tensor.numel <= MAX_GROUP_TENSOR else None
-        made[str(key)] = plain(value)
+        made[str(key)] = to_json_value(value)
     return made

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
-from converters.containers.pickle_reader import Instance, shown
+from converters.containers.pickle_reader import Instance, format_value
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -228,7 +228,7 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
         lost = next((path for path in inside if not str(path[-1]).endswith("_extra_state")), None)
         if lost is not None:
             raise CheckpointError(
-                f"{where}: {shown('.'.join(map(str, lost)))} is a numpy array; save it as a tensor"
+                f"{where}: {format_value('.'.join(map(str, lost)))} is a numpy array; save it as a tensor"
             )
     model: dict[str, Leaf] = {}
     for path, stored in found.items():

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats.torch_save.optimizer import as_tensor, group_settings, groups_of, moment_shape
@@ -174,7 +174,7 @@ def _same(parts: Sequence[tuple[str, Any]], what: str) -> None:
 def _value(value: Any, where: str) -> Any:
     """A small value in comparable form."""
     if not isinstance(value, StoredTensor):
-        return plain(value)
+        return to_json_value(value)
     with blame(where):
         tensor = as_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:

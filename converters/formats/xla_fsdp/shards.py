@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.containers.torchzip import StoredTensor
 from converters.containers.untrusted import require_mapping, require_shape
 from converters.errors import CheckpointError, blame
@@ -112,7 +112,7 @@ def _described(info: dict[Any, Any], suffix: str, where: str) -> tuple[str, Shap
         require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", where),
     )
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
-        raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {shown(name)}")
+        raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {format_value(name)}")
     return name.lstrip("."), shape
 
 
@@ -187,7 +187,9 @@ def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(f"{key!r} is not contiguous")
     dtype, width = stored[0].dtype, itemsize(stored[0].dtype)
-    run = Joined([Slice(view.source, view.offset, length * width) for view in (one.view() for one in stored)])
+    run = Joined(
+        [Slice(view.source, view.offset, length * width) for view in (one.to_view() for one in stored)]
+    )
     return {
         name: Tensor.contiguous(plain_name(name) + suffix, dtype, shape, run, start * width)
         for name, start, shape in layout.parts
@@ -211,5 +213,5 @@ def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         low = rank * rows
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
-            boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.view))
+            boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.to_view))
     return Tensor(plain_name(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
