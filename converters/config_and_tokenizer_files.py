@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
-    from converters.tensors.entry import Entry
+    from converters.tensors.entry import OutputTensor
 
 _log = logging.getLogger(__name__)
 
@@ -471,7 +471,7 @@ def _is_usable(path: Place, name: str) -> bool:
 
 
 def small_files(
-    checkpoint: Checkpoint, entries: Iterable[Entry]
+    checkpoint: Checkpoint, entries: Iterable[OutputTensor]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
     """Prepare the companion files of an output.
 
@@ -491,7 +491,7 @@ def small_files(
 
 
 def _update_config(
-    checkpoint: Checkpoint, entries: Iterable[Entry]
+    checkpoint: Checkpoint, entries: Iterable[OutputTensor]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
     """Update the dtype and the settings in `config.json`, see `small_files`."""
     # Imported here, because importing numpy is slow.

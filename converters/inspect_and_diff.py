@@ -16,7 +16,7 @@ from converters.naming import find_name_rules, rename_to_published
 from converters.numeric import np
 from converters.opening import open_checkpoint
 from converters.tensors.casting import BLOCK_BYTES
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Tensor
 from converters.writers.parallel import in_parallel
 
@@ -167,7 +167,7 @@ def describe(
     by_dtype: dict[str, int] = {}
     for known in listed.values():
         dtype = known["dtype"]
-        by_dtype[dtype] = by_dtype.get(dtype, 0) + known["bytes"] // itemsize(dtype)
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + known["bytes"] // get_itemsize(dtype)
     about = {key: checkpoint.metadata[key] for key in ("step", "world_size") if key in checkpoint.metadata}
     adapter = _adapter(checkpoint)
     return {
@@ -237,7 +237,7 @@ def statistics(tensors: Mapping[str, Tensor]) -> dict[str, Statistics]:
     found = {name: Statistics() for name in tensors}
 
     def one(name: str, progress: Progress) -> None:
-        for block in tensors[name].verified_blocks(BLOCK_BYTES):
+        for block in tensors[name].iter_verified_blocks(BLOCK_BYTES):
             found[name].add(block)
             progress(block.nbytes)
         tensors[name].release()
@@ -294,7 +294,7 @@ def compare(
 
     def one(name: str, progress: Progress) -> None:
         both = left[name], right[name]
-        blocks = (side.verified_blocks(_BLOCK * itemsize(side.dtype)) for side in both)
+        blocks = (side.iter_verified_blocks(_BLOCK * get_itemsize(side.dtype)) for side in both)
         for ours, theirs in zip(*blocks, strict=True):
             found[name].add(ours, theirs)
             progress(ours.nbytes)

@@ -27,7 +27,7 @@ from converters.names.name_rules import (
 from converters.names.published import are_live, arrange_for_files, arrange_for_memory
 from converters.storage.folder import Folder
 from converters.storage.safe_open import read_small_table
-from converters.tensors.arranged import ZEROS, arrange
+from converters.tensors.arranged import ZEROS, build_arranged_tensor
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -215,7 +215,9 @@ def _rename(
     """
     tensors = checkpoint.tensors
     with blame(checkpoint.root):
-        arranged = {name: arrange(name, values, tensors) for name, values in arrangements.items()}
+        arranged = {
+            name: build_arranged_tensor(name, values, tensors) for name, values in arrangements.items()
+        }
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     new_names = {
         values.find_identical_source(shapes.__getitem__) or "": name
@@ -302,7 +304,7 @@ def _rearrange_state(
         isinstance(part, Tensor) and part.shape == tensors[source].shape for source, part in parts.items()
     )
     if same_shape and all(tile.source != ZEROS for tile in values.tiles):
-        return arrange(name, values, parts)
+        return build_arranged_tensor(name, values, parts)
     is_renamed = (
         len(values.tiles) == 1 and values.find_identical_source(lambda name: tensors[name].shape) == source
     )

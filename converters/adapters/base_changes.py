@@ -14,7 +14,7 @@ from converters.names.tied_weights import OTHER_HEAD, find_implied_ties, same_va
 from converters.numeric import np
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
-from converters.tensors.computed import computed
+from converters.tensors.computed import apply_edits
 from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
@@ -154,7 +154,9 @@ class BaseChanges:
         """A tensor after the first edits of its change."""
         change = self.changes[name]
         tensor = self.base.tensors[self.ties.get(name, name)] if change.source is None else change.source
-        return computed(tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count])
+        return apply_edits(
+            tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count]
+        )
 
     def regions(self, found: Found, lead: int = 0) -> Iterator[tuple[Change, Region, int]]:
         """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
@@ -224,7 +226,7 @@ class BaseChanges:
     def cast(self, tensor: Tensor, dtype: str, lead: int = 1, edits: Sequence[Edit] = ()) -> Tensor:
         if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE):
             return tensor
-        return computed(tensor, dtype, min(lead, len(tensor.shape)), edits)
+        return apply_edits(tensor, dtype, min(lead, len(tensor.shape)), edits)
 
 
 def whole(tensor: Tensor) -> Array:

@@ -25,7 +25,7 @@ from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, ends_wi
 from converters.numeric import np
 from converters.quantization.dequantize import quantization_of
 from converters.storage.safe_open import read_small_table
-from converters.tensors.computed import grown
+from converters.tensors.computed import append_zero_rows
 from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _tokens(on: BaseChanges, module: Module) -> str:
         raise on.misfit(live, found.shape, values)
     change = on.change(weight, 1)
     if new:
-        change.source = grown(on.base.tensors[on.ties.get(weight, weight)], old + len(new))
+        change.source = append_zero_rows(on.base.tensors[on.ties.get(weight, weight)], old + len(new))
         on.config_changes["vocab_size"] = old + len(new)
     change.edits.append(ReplaceRows(rows, partial(_matrix, on, values)))
     return weight

@@ -25,7 +25,7 @@ from converters.containers.pickle_reader import (
 )
 from converters.errors import CheckpointError
 from converters.limits import MAX_NAME
-from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
+from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, get_itemsize
 from converters.tensors.tensor import View, is_shape
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class TorchZip:
         if dtype is None and name != "UntypedStorage":
             raise CheckpointError(f"{self.where}: tensors of {name} are not supported")
         member = self.members.get(f"{self.archive}/data/{key}")
-        nbytes = numel * (itemsize(dtype) if dtype else 1) if type(numel) is int else -1
+        nbytes = numel * (get_itemsize(dtype) if dtype else 1) if type(numel) is int else -1
         if member is None or nbytes != member.nbytes:
             raise CheckpointError(
                 f"{self.where}: the storage {format_value(key)} is missing or of another size"
@@ -287,7 +287,7 @@ class StoredTensor:
         dtype = dtype or storage.dtype
         if dtype is None or len(size) != len(stride) or not all(map(is_shape, (size, stride, (offset,)))):
             raise ValueError("not a tensor")
-        width = itemsize(dtype)
+        width = get_itemsize(dtype)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if prod(size) and (last + 1) * width > storage.nbytes:
             raise ValueError("a tensor larger than its storage")
@@ -309,7 +309,7 @@ class StoredTensor:
 
     def to_view(self) -> View:
         """The tensor as a view in bytes."""
-        width = itemsize(self.dtype)
+        width = get_itemsize(self.dtype)
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
 
 

@@ -23,8 +23,8 @@ from converters.errors import CheckpointError, blame
 from converters.numeric import np
 from converters.storage.bytes import Memory, Slice, read_json
 from converters.storage.compressed import CODECS, Compressed
-from converters.tensors.dtypes import itemsize, map_numpy_dtypes, numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, possible_shape, row_major
+from converters.tensors.dtypes import get_itemsize, map_numpy_dtypes, to_numpy_dtype
+from converters.tensors.tensor import Box, Tensor, View, check_shape, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,9 +111,9 @@ def read_zarr(
         key = parsed.key(position)
         value = values(key)
         if value is not None and parsed.inner == shape and not parsed.sharded:  # the only chunk
-            used = prod(shape) * itemsize(parsed.dtype)
+            used = prod(shape) * get_itemsize(parsed.dtype)
             only = _build_view(parsed, value, None, 0, used, f"{location}: {name}/{key}")
-            return Tensor.contiguous(name, parsed.dtype, shape, only.source)
+            return Tensor.from_source(name, parsed.dtype, shape, only.source)
         low = tuple(index * step for index, step in zip(position, parsed.chunk, strict=True))
         boxes += _build_boxes(parsed, value, low, f"{location}: {name}/{key}", budget)
     with blame(location):
@@ -135,7 +135,7 @@ def _build_boxes(
     index = (
         _ShardIndex(value, prod(counts), summed=header.summed, location=location) if header.sharded else None
     )
-    width = itemsize(header.dtype)
+    width = get_itemsize(header.dtype)
     boxes = []
     for number, chunk_index in enumerate(product(*map(range, counts))):
         offset = tuple(
@@ -157,13 +157,13 @@ def _build_view(
     header: _ArrayHeader, value: Source, index: _ShardIndex | None, number: int, used: int, location: str
 ) -> View:
     """The chunk `number` of a stored value; reads the index of a shard."""
-    width = itemsize(header.dtype)
+    width = get_itemsize(header.dtype)
     source, nbytes = value if index is None else index.get_chunk(number), prod(header.inner) * width
     if header.codec is not None:
         source = Compressed(source, header.codec, nbytes, used, location)
     elif source.nbytes != nbytes:
         raise CheckpointError(f"{location}: damaged, a chunk of {nbytes:,} bytes has {source.nbytes:,}")
-    return View(source, 0, row_major(header.inner, width))
+    return View(source, 0, compute_row_major_strides(header.inner, width))
 
 
 class _ShardIndex:
@@ -201,7 +201,7 @@ class _ShardIndex:
 def _parse_header(header: bytes, version: int) -> _ArrayHeader:
     values = read_json("its header", header)
     parsed = _parse_version2(values) if version == 2 else _parse_version3(values)
-    possible_shape("its header", parsed.dtype, parsed.shape)
+    check_shape("its header", parsed.dtype, parsed.shape)
     return parsed
 
 
@@ -324,7 +324,7 @@ def _encode_fill_value(fill: Any, dtype: str) -> bytes:
     try:
         value = float(fill) if isinstance(fill, str) else fill or 0  # NaN, Infinity
         with np.errstate(all="ignore"):
-            return np.array(value).astype(numpy_dtype(dtype)).reshape(()).tobytes()
+            return np.array(value).astype(to_numpy_dtype(dtype)).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
         raise CheckpointError(f"the fill value {format_value(fill)} is not supported") from None
 

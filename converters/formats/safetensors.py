@@ -23,7 +23,7 @@ from converters.names.module_order import module_order
 from converters.storage.bytes import read_json, read_table
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
-from converters.tensors.dtypes import SUPPORTED, itemsize
+from converters.tensors.dtypes import SUPPORTED, get_itemsize
 from converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
@@ -144,13 +144,13 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     with blame(file.path):
         for name, entry in header.items():
             dtype, shape, low, high = _entry(name, entry)
-            if high - low != prod(shape) * itemsize(dtype):
+            if high - low != prod(shape) * get_itemsize(dtype):
                 raise CheckpointError(f"{name!r} has {high - low} bytes for {dtype} {shape}")
             if start + high > file.nbytes:
                 where = f"byte {start + high} of {file.nbytes}"
                 raise CheckpointError(f"truncated or damaged, {name!r} would end at {where}")
             span = file.span(start + low, high - low, what=repr(name))
-            tensors[name] = Tensor.contiguous(name, dtype, shape, span)
+            tensors[name] = Tensor.from_source(name, dtype, shape, span)
             spans.append((low, high, name))
     spans.sort()
     bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.errors import CheckpointError, OptimizerStateError, printable
 from converters.limits import MAX_COUNT, MAX_EXPERTS
-from converters.tensors.rearranged import permuted, selected, turned
+from converters.tensors.rearranged import permute_dims, permute_split_dims, select_index
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -202,9 +202,9 @@ class _Conversion:
             return dict.fromkeys(new_names, tensor)
         (new_name, *others) = new_names
         if others or _SINGLE_EXPERT.fullmatch(new_name):
-            return {new_name: selected(tensor, 0, i) for i, new_name in enumerate(new_names)}
+            return {new_name: select_index(tensor, 0, i) for i, new_name in enumerate(new_names)}
         if len(tensor.shape) == 3:
-            return {new_name: turned(tensor, (0, 2, 1))}
+            return {new_name: permute_dims(tensor, (0, 2, 1))}
         heads = self._read_count("num_attention_heads")
         if ".k_proj." in new_name:
             heads = self._read_count("num_key_value_heads", heads)
@@ -270,4 +270,6 @@ def _permute_rows(tensor: Tensor, heads: int) -> Tensor:
     rows, *rest = tensor.shape
     if rows % (2 * heads):
         raise CheckpointError(f"{printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")
-    return permuted(tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest))))
+    return permute_split_dims(
+        tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest)))
+    )

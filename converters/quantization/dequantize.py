@@ -80,7 +80,7 @@ class _Weights:
                 continue
             zero = self.take(f"{name}_zero_point")
             weight = self.left.pop(name)
-            self.made[name] = made.scaled_bytes(name, self.dtype, weight, scale, block=block, zero=zero)
+            self.made[name] = made.dequantize_bytes(name, self.dtype, weight, scale, block=block, zero=zero)
 
 
 def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
@@ -203,13 +203,13 @@ def _fp8(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
     for name, stem in weights.ending("_scale_inv"):  # of FP4 codes beside: two in a byte
         if (packed := weights.left.get(stem)) is not None and packed.dtype == "I8":
             scale, packed = weights.left.pop(name), weights.left.pop(stem)
-            weights.made[stem] = made.fp4(stem, weights.dtype, packed, scale)
+            weights.made[stem] = made.dequantize_fp4(stem, weights.dtype, packed, scale)
 
 
 def _mxfp4(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
     for name, stem in weights.ending("_blocks"):
         scales = weights.need(f"{stem}_scales", name)
-        weights.made[stem] = made.gpt_oss(stem, weights.dtype, weights.left.pop(name), scales)
+        weights.made[stem] = made.dequantize_gpt_oss(stem, weights.dtype, weights.left.pop(name), scales)
 
 
 def _compressed_tensors(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
@@ -241,7 +241,7 @@ def _packed(weights: _Weights, name: str, weight: str, bits: set[int]) -> None:
     scale = weights.need(f"{weight}_scale", name)
     if packed.dtype == "U8":
         whole = weights.take(f"{weight}_global_scale")
-        weights.made[weight] = made.fp4(weight, weights.dtype, packed, scale, divide=whole)
+        weights.made[weight] = made.dequantize_fp4(weight, weights.dtype, packed, scale, divide=whole)
         return
     held = weights.need(f"{weight}_shape", name)
     if held.dtype not in ("I64", "I32") or held.shape != (2,):
@@ -259,7 +259,7 @@ def _packed(weights: _Weights, name: str, weight: str, bits: set[int]) -> None:
     groups = weights.take(f"{weight}_g_idx")
     if groups is not None and int(groups.read().max(initial=-1)) < 0:  # all -1: groups are runs of columns
         groups = None
-    weights.made[weight] = made.packed_rows(
+    weights.made[weight] = made.dequantize_packed_rows(
         weight, weights.dtype, packed, scale, (rows, columns), fitting[0], zero=zero, groups=groups
     )
 
@@ -274,7 +274,7 @@ def _gptq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
         rest = ("qzeros", "scales", "g_idx")
         parts = {"qweight": weights.left.pop(name), **{k: weights.need(f"{stem}.{k}", name) for k in rest}}
         weight = f"{stem}.weight"
-        weights.made[weight] = made.gptq(
+        weights.made[weight] = made.dequantize_gptq(
             weight, weights.dtype, parts, settings.get("bits"), first_zero=int(form == "gptq")
         )
 
@@ -286,7 +286,7 @@ def _awq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
     for name, stem in weights.ending(".qweight"):
         parts = {"qweight": weights.left.pop(name)}
         parts |= {key: weights.need(f"{stem}.{key}", name) for key in ("qzeros", "scales")}
-        weights.made[f"{stem}.weight"] = made.awq(f"{stem}.weight", weights.dtype, parts)
+        weights.made[f"{stem}.weight"] = made.dequantize_awq(f"{stem}.weight", weights.dtype, parts)
 
 
 def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
@@ -299,14 +299,16 @@ def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) ->
         parts = {key: weights.need(f"{weight}.{key}", name) for key in keys}
         packed = weights.need(weight, name)
         shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
-        weights.made[weight] = made.four_bits(weight, weights.dtype, packed, parts, shape, block, nested)
+        weights.made[weight] = made.dequantize_bnb_4bit(
+            weight, weights.dtype, packed, parts, shape, block, nested
+        )
     for name, stem in weights.ending(".SCB"):
         weight = f"{stem}.weight"
         form = weights.take(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
             raise CheckpointError(f"{printable(form.name)}: a layout of 8 bits for one kind of GPU")
         held = weights.need(weight, name)
-        weights.made[weight] = made.eight_bits(weight, weights.dtype, held, weights.left.pop(name))
+        weights.made[weight] = made.dequantize_bnb_8bit(weight, weights.dtype, held, weights.left.pop(name))
 
 
 def _quant_state(tensor: Tensor) -> dict[str, Any]:
@@ -330,7 +332,7 @@ def _modelopt(weights: _Weights, settings: Mapping[str, Any], where: str) -> Non
         weight = f"{stem}.weight"
         packed, scale = weights.need(weight, name), weights.need(f"{weight}_scale", name)
         whole = weights.left.pop(name)
-        weights.made[weight] = made.fp4(weight, weights.dtype, packed, scale, multiply=whole)
+        weights.made[weight] = made.dequantize_fp4(weight, weights.dtype, packed, scale, multiply=whole)
     weights.bytes_with_scales("_scale")
 
 

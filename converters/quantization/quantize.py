@@ -16,9 +16,15 @@ from converters.errors import CheckpointError, printable
 from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
-from converters.tensors.computed import Affine, computed
+from converters.tensors.computed import Affine, apply_edits
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.quantized import Scheme, bytes_of, fp4_of, gpt_oss_of, packed_rows_of
+from converters.tensors.quantized import (
+    QuantizationScheme,
+    quantize_to_bytes,
+    quantize_to_fp4,
+    quantize_to_gpt_oss,
+    quantize_to_packed_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -38,14 +44,14 @@ _LINEAR = re.compile(
 class _Form(NamedTuple):
     """One value of `--quantize`."""
 
-    scheme: Scheme
-    make: Callable[[Tensor, Scheme], dict[str, Tensor]]
+    scheme: QuantizationScheme
+    make: Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]
     settings: Callable[[list[str]], dict[str, Any]]
     """`quantization_config`, given the modules that stay floats."""
 
 
-def _scaled(suffix: str) -> Callable[[Tensor, Scheme], dict[str, Tensor]]:
-    return lambda weight, scheme: bytes_of(weight, scheme, weight.name + suffix)
+def _scaled(suffix: str) -> Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]:
+    return lambda weight, scheme: quantize_to_bytes(weight, scheme, weight.name + suffix)
 
 
 def _blocks_of_fp8(kept: list[str]) -> dict[str, Any]:
@@ -86,25 +92,27 @@ def _compressed(
 
 
 _FORMS = {
-    "fp8-block": _Form(Scheme("F8_E4M3", 128, 128, "inverse", "F32"), _scaled("_scale_inv"), _blocks_of_fp8),
+    "fp8-block": _Form(
+        QuantizationScheme("F8_E4M3", 128, 128, "inverse", "F32"), _scaled("_scale_inv"), _blocks_of_fp8
+    ),
     "fp8": _Form(
-        Scheme("F8_E4M3", 1, 0, "range"),
+        QuantizationScheme("F8_E4M3", 1, 0, "range"),
         _scaled("_scale"),
         _compressed("float-quantized", 8, "float", "channel", tokens=True),
     ),
     "mxfp4": _Form(
-        Scheme("FP4", 1, 32, "near", "U8"),
-        fp4_of,
+        QuantizationScheme("FP4", 1, 32, "near", "U8"),
+        quantize_to_fp4,
         _compressed("mxfp4-pack-quantized", 4, "float", "group", group=32),
     ),
     "int8": _Form(
-        Scheme("I8", 1, 0, "range"),
+        QuantizationScheme("I8", 1, 0, "range"),
         _scaled("_scale"),
         _compressed("int-quantized", 8, "int", "channel", tokens=True),
     ),
     "int4": _Form(
-        Scheme("INT4", 1, 128, "range"),
-        packed_rows_of,
+        QuantizationScheme("INT4", 1, 128, "range"),
+        quantize_to_packed_rows,
         _compressed("pack-quantized", 4, "int", "group", group=128),
     ),
 }
@@ -227,12 +235,14 @@ def _like(
         of_groups = base.get(f"{name}_scale", held)
         width = weight.shape[-1] // max(1, of_groups.shape[-1] if of_groups.shape else 1)
         if held.dtype == "U8":
-            return fp4_of(weight, Scheme("FP4", 1, width, "near", "U8"))
+            return quantize_to_fp4(weight, QuantizationScheme("FP4", 1, width, "near", "U8"))
         bits = 32 * held.shape[-1] // max(1, weight.shape[-1])
-        made = packed_rows_of(weight, Scheme(f"INT{bits}", 1, width, "range", of_groups.dtype))
+        made = quantize_to_packed_rows(
+            weight, QuantizationScheme(f"INT{bits}", 1, width, "range", of_groups.dtype)
+        )
         return {key: value for key, value in made.items() if key in base or not key.endswith("_shape")}
     if f"{name}_blocks" in base:
-        return gpt_oss_of(weight, Scheme("FP4", 1, 32, "floor", "U8"))
+        return quantize_to_gpt_oss(weight, QuantizationScheme("FP4", 1, 32, "floor", "U8"))
     codes = base.get(name)
     if codes is None or codes.dtype in CASTABLE:
         return {name: weight if codes is None else _cast(weight, codes.dtype)}
@@ -245,8 +255,8 @@ def _like(
             elif block is None:
                 grid = scale.shape[-2:] if len(scale.shape) == len(weight.shape) else (rows, 1)
                 block = (-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
-            scheme = Scheme(codes.dtype, *block, rule, scale.dtype)
-            return bytes_of(weight, scheme, name + suffix, tuple(scale.shape))
+            scheme = QuantizationScheme(codes.dtype, *block, rule, scale.dtype)
+            return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
     raise CheckpointError(f"{where}: {printable(name)} is {codes.dtype}, and its scale is not there")
 
 
@@ -260,4 +270,4 @@ def _floats(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
     written = cast_dtype(tensor, dtype)
-    return tensor if written == tensor.dtype else computed(tensor, written, 1, [Affine()])
+    return tensor if written == tensor.dtype else apply_edits(tensor, written, 1, [Affine()])

@@ -30,9 +30,9 @@ from converters.storage.output_file import FLUSH_BYTES
 from converters.storage.path_or_url import in_store, resolve_links
 from converters.storage.places import files_below, side_by_side
 from converters.storage.safe_open import open_regular
-from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
-from converters.tensors.dtypes import itemsize
-from converters.tensors.entry import Entry
+from converters.tensors.casting import BLOCK_BYTES, CastLosses, cast_blocks, cast_dtype, parse_dtype
+from converters.tensors.dtypes import get_itemsize
+from converters.tensors.entry import OutputTensor
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, join_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
@@ -82,7 +82,7 @@ class Choices:
     optimizer: bool = False
 
 
-def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[Entry]:
+def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[OutputTensor]:
     """List the model tensors to write, with their output dtypes.
 
     Args:
@@ -116,7 +116,7 @@ def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) 
         module, _, leaf = name.rpartition(".")
         return cast_dtype(tensor, None if module in quantized_modules and leaf != "bias" else target_dtype)
 
-    return [Entry(name, choose_dtype(name, tensor), tensor) for name, tensor in tensors.items()]
+    return [OutputTensor(name, choose_dtype(name, tensor), tensor) for name, tensor in tensors.items()]
 
 
 def _check_tensor_name(name: str, root: Place) -> None:
@@ -166,7 +166,7 @@ def plain_groups(optimizer: OptimizerState) -> ParamGroups:
     ]
 
 
-def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, Entry]]:
+def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, OutputTensor]]:
     """List the optimizer state tensors to write.
 
     Numbers are converted to 0-D tensors, and tensors keep their dtypes.
@@ -188,11 +188,11 @@ def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str,
             tensor = (
                 value if isinstance(value, Tensor) else _make_scalar_tensor(f"{name}.{state_name}", value)
             )
-            entries.append((name, state_name, Entry(f"{name}.{state_name}", tensor.dtype, tensor)))
+            entries.append((name, state_name, OutputTensor(f"{name}.{state_name}", tensor.dtype, tensor)))
     return entries
 
 
-def shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
+def shards(entries: Iterable[OutputTensor], max_bytes: int) -> list[list[OutputTensor]]:
     """Group tensors into shards of limited size, preserving their order.
 
     Args:
@@ -209,7 +209,7 @@ def shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
         raise CheckpointError(
             f"max_shard_size: {max_bytes} is not a positive number of bytes; specify at least 1"
         )
-    entries_by_shard: list[list[Entry]] = [[]]
+    entries_by_shard: list[list[OutputTensor]] = [[]]
     shard_bytes = 0
     for entry in entries:
         if entries_by_shard[-1] and shard_bytes + entry.nbytes > max_bytes:
@@ -426,11 +426,11 @@ def _iter_copied_spans(plan: Plan) -> Iterator[FileSpan]:
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
             if (
-                isinstance(part, Entry)
+                isinstance(part, OutputTensor)
                 and part.dtype == part.tensor.dtype
                 and not isinstance(next_part, Trailer)
             ):
-                span = part.tensor.whole_span(located=True)
+                span = part.tensor.find_span(located=True)
                 if span is not None:
                     yield span
 
@@ -507,10 +507,10 @@ def _count_data_bytes(path: Path, size: int) -> int:
 def _make_scalar_tensor(name: str, value: Scalar) -> Tensor:
     """Create a 0-D tensor: BOOL for a bool, I64 for an integer that fits in 64 bits, otherwise F64."""
     if isinstance(value, bool):
-        return Tensor.contiguous(name, "BOOL", (), Memory(bytes([value])))
+        return Tensor.from_source(name, "BOOL", (), Memory(bytes([value])))
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
-        return Tensor.contiguous(name, "I64", (), Memory(value.to_bytes(8, "little", signed=True)))
-    return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
+        return Tensor.from_source(name, "I64", (), Memory(value.to_bytes(8, "little", signed=True)))
+    return Tensor.from_source(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
 def _iter_write_jobs(
@@ -572,12 +572,12 @@ def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, l
 
 
 def _write_piece(
-    piece: OutputPiece, parts: list[Part], unverified_spans: Touched, losses: Losses, progress: Progress
+    piece: OutputPiece, parts: list[Part], unverified_spans: Touched, losses: CastLosses, progress: Progress
 ) -> None:
     """Write the parts of a piece to the output file."""
     crc = 0
     for i, part in enumerate(parts):
-        if isinstance(part, Entry):
+        if isinstance(part, OutputTensor):
             has_trailer = i + 1 < len(parts) and isinstance(parts[i + 1], Trailer)
             crc = _write_entry(piece, part, unverified_spans, losses, progress, compute_crc=has_trailer)
         else:
@@ -589,16 +589,16 @@ def _write_piece(
 
 def _write_entry(
     piece: OutputPiece,
-    entry: Entry,
+    entry: OutputTensor,
     unverified_spans: Touched,
-    losses: Losses,
+    losses: CastLosses,
     progress: Progress,
     *,
     compute_crc: bool,
 ) -> int:
     """Write a tensor and return the CRC32 of its data, or 0 if `compute_crc` is False."""
     if not compute_crc and entry.dtype == entry.tensor.dtype:
-        span = entry.tensor.whole_span()
+        span = entry.tensor.find_span()
         if span is not None and piece.copy(span, progress):
             return 0
     crc = 0
@@ -620,10 +620,12 @@ def _write_entry(
     return crc
 
 
-def _iter_output_bytes(entry: Entry, unverified_spans: Touched, losses: Losses) -> Iterator[memoryview]:
+def _iter_output_bytes(
+    entry: OutputTensor, unverified_spans: Touched, losses: CastLosses
+) -> Iterator[memoryview]:
     """Iterate over the bytes of a tensor in its output dtype."""
     if entry.dtype == entry.tensor.dtype:
-        yield from entry.tensor.byte_blocks(BLOCK_BYTES, unverified_spans)
+        yield from entry.tensor.iter_byte_blocks(BLOCK_BYTES, unverified_spans)
     else:
         for block in cast_blocks(entry.tensor, entry.dtype, unverified_spans, losses=losses):
             yield block.view("u1").data
@@ -643,11 +645,11 @@ def _iter_verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
             yield partial(_compare_tensors, file.name, entry, written)
 
 
-def _compare_tensors(file_name: str, entry: Entry, written: Tensor, progress: Progress) -> None:
+def _compare_tensors(file_name: str, entry: OutputTensor, written: Tensor, progress: Progress) -> None:
     """Raise CheckpointError unless a written tensor is bitwise equal to the cast source tensor."""
-    block_bytes = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
+    block_bytes = BLOCK_BYTES // get_itemsize(entry.tensor.dtype) * get_itemsize(entry.dtype)
     expected_blocks = cast_blocks(entry.tensor, entry.dtype, set())
-    for expected, actual in zip(expected_blocks, written.verified_blocks(block_bytes), strict=True):
+    for expected, actual in zip(expected_blocks, written.iter_verified_blocks(block_bytes), strict=True):
         if expected.tobytes() != actual.tobytes():
             raise CheckpointError(
                 f"{file_name}: the written tensor {entry.name!r} differs from the source; "

@@ -16,7 +16,7 @@ from converters.formats.dcp.reader import read_tensors
 from converters.names.tied_weights import OTHER_HEAD, find_implied_ties
 from converters.storage.safe_open import read_small_table
 from converters.tensors.dtypes import TO_TORCH
-from converters.tensors.entry import Entry
+from converters.tensors.entry import OutputTensor
 from converters.writers.conversion import (
     Choices,
     model_entries,
@@ -38,14 +38,14 @@ _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.
 def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> Plan:
     """The plan of `--to dcp`: `.metadata` and `__0_<i>.distcp`."""
     paths: dict[str, Key] = {}
-    entries: list[Entry] = []
+    entries: list[OutputTensor] = []
 
-    def add(path: Key, entry: Entry) -> None:
+    def add(path: Key, entry: OutputTensor) -> None:
         key = ".".join(map(str, path))
         if key in paths:
             raise CheckpointError(f"{checkpoint.root}: two tensors would be called {key!r}")
         paths[key] = path
-        entries.append(Entry(key, entry.dtype, entry.tensor))
+        entries.append(OutputTensor(key, entry.dtype, entry.tensor))
 
     model = model_entries(checkpoint, choices.dtype)
     for entry in model:
@@ -89,7 +89,7 @@ def _find_missing_aliases(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _metadata(
-    tensors: dict[str, Entry], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
+    tensors: dict[str, OutputTensor], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
 ) -> Made:
     described: dict[str, Made] = {}
     stored: dict[Made, Made] = {}
@@ -113,7 +113,7 @@ def _metadata(
     return Made(Name(_METADATA, "Metadata"), fields)
 
 
-def _tensor(entry: Entry) -> Made:
+def _tensor(entry: OutputTensor) -> Made:
     shape = entry.tensor.shape
     chunk = {"offsets": size_of((0,) * len(shape)), "sizes": size_of(shape)}
     properties = (

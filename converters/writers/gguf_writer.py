@@ -22,11 +22,18 @@ from converters.numeric import np
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.tensors.casting import parse_dtype
-from converters.tensors.computed import Affine, computed
+from converters.tensors.computed import Affine, apply_edits
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.entry import Entry
-from converters.tensors.ggml import BLOCK, KINDS, ggml_blocks
-from converters.tensors.rearranged import joined, part, permuted, reshaped, selected, transposed
+from converters.tensors.entry import OutputTensor
+from converters.tensors.ggml import BLOCK, KINDS, quantize_to_ggml
+from converters.tensors.rearranged import (
+    concat_tensors,
+    permute_split_dims,
+    reshape_tensor,
+    select_index,
+    slice_tensor,
+    transpose_matrix,
+)
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import model_entries
 from converters.writers.gguf_models import MODELS, settings_of
@@ -130,7 +137,7 @@ def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choi
         ready = _prepared(name, right, plain, settings)
         share = scaling * left.shape[0] / alpha  # llama.cpp multiplies by alpha / rank
         if share != 1:
-            ready = computed(ready, "F32", 1, [Affine(share)])
+            ready = apply_edits(ready, "F32", 1, [Affine(share)])
         for end, factor in (("lora_a", left), ("lora_b", ready)):
             target = _type(name, factor.dtype, factor.shape, wanted)
             entries.append(_entry(writer, f"{name}.{end}", factor, target))
@@ -168,18 +175,22 @@ def _model(config: Mapping[str, Any], root: Place, script: str) -> Model:
     return MODELS[kind]
 
 
-def _entry(writer: Any, name: str, tensor: Tensor, target: str) -> Entry:
+def _entry(writer: Any, name: str, tensor: Tensor, target: str) -> OutputTensor:
     """The tensor as `target`, announced in the header."""
     import gguf
 
     blocks = target in KINDS
-    entry = Entry(name, "U8", ggml_blocks(tensor, target)) if blocks else Entry(name, target, tensor)
+    entry = (
+        OutputTensor(name, "U8", quantize_to_ggml(tensor, target))
+        if blocks
+        else OutputTensor(name, target, tensor)
+    )
     number = gguf.GGMLQuantizationType[target]
     writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), entry.nbytes, number)
     return entry
 
 
-def _plan(writer: Any, entries: Sequence[Entry]) -> Plan:
+def _plan(writer: Any, entries: Sequence[OutputTensor]) -> Plan:
     """One file of the header and the tensors."""
     import gguf
 
@@ -192,9 +203,9 @@ def _plan(writer: Any, entries: Sequence[Entry]) -> Plan:
         written, at, found = Folder(path.parent).file(path.name), 0, {}
         for each in parts:
             nbytes = len(each) if isinstance(each, bytes) else each.nbytes
-            if isinstance(each, Entry):
+            if isinstance(each, OutputTensor):
                 span = written.span(at, nbytes, what=repr(each.name))
-                found[each.name] = Tensor.contiguous(each.name, each.dtype, each.tensor.shape, span)
+                found[each.name] = Tensor.from_source(each.name, each.dtype, each.tensor.shape, span)
             at += nbytes
         return found
 
@@ -219,7 +230,7 @@ def _named(tensors: Mapping[str, Tensor], model: Model, settings: Settings, root
     found: dict[str, Tensor] = {}
     if settings.factors:
         data = struct.pack(f"<{len(settings.factors)}f", *settings.factors)
-        found["rope_freqs.weight"] = Tensor.contiguous("rope", "F32", (len(settings.factors),), Memory(data))
+        found["rope_freqs.weight"] = Tensor.from_source("rope", "F32", (len(settings.factors),), Memory(data))
     held = dict(_stacked(_single_experts(tensors), settings, root))
     found |= {made: held[name] for made, name in _places(held, model, settings, root).items()}
     if "output.weight" not in found and not settings.tied:
@@ -261,17 +272,20 @@ def _single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
         turned = f"{module}.down_proj_bias" in tensors
         stem, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
         for i in range(tensor.shape[0]):
-            one = selected(tensor, 0, i)
+            one = select_index(tensor, 0, i)
             halves = [(stem, one)]
             if stem == "gate_up_proj" and turned:
-                pairs = reshaped(one, (*one.shape[:-1], one.shape[-1] // 2, 2))
-                halves = [("gate_proj", selected(pairs, len(one.shape), 0))]
-                halves += [("up_proj", selected(pairs, len(one.shape), 1))]
+                pairs = reshape_tensor(one, (*one.shape[:-1], one.shape[-1] // 2, 2))
+                halves = [("gate_proj", select_index(pairs, len(one.shape), 0))]
+                halves += [("up_proj", select_index(pairs, len(one.shape), 1))]
             elif stem == "gate_up_proj":
                 size = one.shape[0] // 2
-                halves = [("gate_proj", part(one, 0, 0, size)), ("up_proj", part(one, 0, size, size))]
+                halves = [
+                    ("gate_proj", slice_tensor(one, 0, 0, size)),
+                    ("up_proj", slice_tensor(one, 0, size, size)),
+                ]
             for half, each in halves:
-                made = transposed(each) if turned and kind == "weight" else each
+                made = transpose_matrix(each) if turned and kind == "weight" else each
                 yield f"{module}.{i}.{half}.{kind}", made
 
 
@@ -288,10 +302,10 @@ def _stacked(
             stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
     count = settings.values.get("expert_count", 0)
     for name, stack in stacks.items():
-        experts = [reshaped(stack[i], (1, *stack[i].shape)) for i in sorted(stack)]
+        experts = [reshape_tensor(stack[i], (1, *stack[i].shape)) for i in sorted(stack)]
         if sorted(stack) != list(range(count)) or len({one.shape for one in experts}) > 1:
             raise CheckpointError(f"{root}: {name!r} is not of {count} experts, as config.json has them")
-        yield name, joined(name, experts, 0)
+        yield name, concat_tensors(name, experts, 0)
 
 
 def _prepared(name: str, tensor: Tensor, model: Model, settings: Settings) -> Tensor:
@@ -304,16 +318,16 @@ def _prepared(name: str, tensor: Tensor, model: Model, settings: Settings) -> Te
             raise CheckpointError(f"{tensor.name}: has {rows} rows, and config.json {heads} heads of {size}")
         if model.pairs:
             split = (heads, 2, size // 2, *rest)
-            return permuted(tensor, split, (0, 2, 1, *range(3, len(split))))
+            return permute_split_dims(tensor, split, (0, 2, 1, *range(3, len(split))))
     if model.inputs_first and len(tensor.shape) == 2 and leaf.startswith(("attn_", "ffn_")):
-        return transposed(tensor)
+        return transpose_matrix(tensor)
     # Where queries are normalized, they are scaled after that.
     scaled = "attn_q_norm.weight" if model.local_base else "attn_q.weight"
     factor = settings.query_scale if leaf == scaled else 1.0
     term = factor if model.plus_one and leaf.endswith("norm.weight") else 0.0
     if (factor, term) == (1.0, 0.0):
         return tensor
-    return computed(tensor, "F32", len(tensor.shape) - 1, [Affine(factor, term=term)])
+    return apply_edits(tensor, "F32", len(tensor.shape) - 1, [Affine(factor, term=term)])
 
 
 def _type(name: str, dtype: str, shape: Sequence[int], wanted: str | None) -> str:

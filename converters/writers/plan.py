@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from converters.tensors.casting import BLOCK_BYTES, Losses
-from converters.tensors.entry import Entry
+from converters.tensors.casting import BLOCK_BYTES, CastLosses
+from converters.tensors.entry import OutputTensor
 from converters.writers.parallel import threads
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Trailer:
     late: bool = False
 
 
-Part = bytes | Entry | Trailer
+Part = bytes | OutputTensor | Trailer
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class PlannedFile:
     parts: tuple[Part, ...]
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[OutputTensor]:
         """Tensors in the file."""
-        return [part for part in self.parts if isinstance(part, Entry)]
+        return [part for part in self.parts if isinstance(part, OutputTensor)]
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,8 @@ class Plan:
         files: Files that contain tensors.
         documents: Contents of other small files to write, keyed by file name.
         companions: Source paths of files to copy unchanged, keyed by the file name in the output.
-        reopen: Function that opens the written folder and returns its tensors, keyed by `Entry.name`. With
+        reopen: Function that opens the written folder and returns its tensors, keyed by `OutputTensor.name`.
+        With
             `--verify`, these tensors are compared with the source.
         losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
             `carry_out`.
@@ -76,7 +77,7 @@ class Plan:
     documents: Mapping[str, bytes]
     companions: Mapping[str, Place]
     reopen: Callable[[Place], Mapping[str, Tensor]]
-    losses: Losses = field(default_factory=Losses)
+    losses: CastLosses = field(default_factory=CastLosses)
 
     @property
     def names(self) -> set[str]:

@@ -23,7 +23,7 @@ from converters.limits import MAX_HEADER
 from converters.storage.folder import Folder
 from converters.storage.output_file import BLOCK_BYTES
 from converters.storage.path_or_url import place
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.writers.conversion import (
     Choices,
     carry_out,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
-    from converters.tensors.entry import Entry
+    from converters.tensors.entry import OutputTensor
     from converters.tensors.tensor import Tensor
     from converters.writers.conversion import Options
 
@@ -69,7 +69,9 @@ def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = Fa
     return _with_optimizer(checkpoint, files, documents, companions, wanted=choices.optimizer)
 
 
-def _assign_fixed_shards(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+def _assign_fixed_shards(
+    checkpoint: Checkpoint, entries: Iterable[OutputTensor]
+) -> dict[str, list[OutputTensor]]:
     """Assign tensors to the output files that the checkpoint specifies.
 
     Returns:
@@ -77,7 +79,7 @@ def _assign_fixed_shards(checkpoint: Checkpoint, entries: Iterable[Entry]) -> di
         if the checkpoint does not specify any files.
     """
     names = sorted(set(checkpoint.shards.values()))
-    assigned: dict[str, list[Entry]] = {name: [] for name in names}
+    assigned: dict[str, list[OutputTensor]] = {name: [] for name in names}
     for entry in entries if names else ():
         assigned[checkpoint.shards.get(entry.name, names[-1])].append(entry)
     return {name: shard for name, shard in assigned.items() if shard}
@@ -86,7 +88,7 @@ def _assign_fixed_shards(checkpoint: Checkpoint, entries: Iterable[Entry]) -> di
 plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
 
 
-def _sharding(entries: Sequence[Entry]) -> dict[str, str]:
+def _sharding(entries: Sequence[OutputTensor]) -> dict[str, str]:
     """Where each tensor of a file begins in the whole: at its start."""
     table = {entry.name: {OFFSETS: [0] * len(entry.tensor.shape)} for entry in entries}
     return {INFO: json.dumps(table), "DCP_VERSION": "1.0"}
@@ -146,9 +148,9 @@ def write_adapter(
     return carry_out(adapter.checkpoint, partial(plan_adapter, adapter, choices), place(out), **options)
 
 
-def _file(name: str, entries: Iterable[Entry], about: Mapping[str, str] | None = None) -> PlannedFile:
+def _file(name: str, entries: Iterable[OutputTensor], about: Mapping[str, str] | None = None) -> PlannedFile:
     # Wide dtypes first: readers view the bytes as elements, so tensors must be aligned to their width.
-    ordered = sorted(entries, key=lambda entry: -itemsize(entry.dtype))
+    ordered = sorted(entries, key=lambda entry: -get_itemsize(entry.dtype))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
     at = 0
     for entry in ordered:
@@ -168,7 +170,7 @@ def _file(name: str, entries: Iterable[Entry], about: Mapping[str, str] | None =
     return PlannedFile(name, (len(text).to_bytes(8, "little") + text, *ordered))
 
 
-def _padding(size: int, entries: Iterable[Entry]) -> int:
+def _padding(size: int, entries: Iterable[OutputTensor]) -> int:
     """How many spaces go after a header of `size` bytes, so that as much data as possible can be shared.
 
     Where files share blocks (XFS, btrfs), data begins at the same place in a block as in the source.
@@ -176,7 +178,7 @@ def _padding(size: int, entries: Iterable[Entry]) -> int:
     shared = {-size % 8: 0}
     at = size
     for entry in entries:
-        span = entry.tensor.whole_span(located=True) if entry.dtype == entry.tensor.dtype else None
+        span = entry.tensor.find_span(located=True) if entry.dtype == entry.tensor.dtype else None
         if span is not None and (spaces := (span.offset - at) % BLOCK_BYTES) % 8 == -size % 8:
             shared[spaces] = shared.get(spaces, 0) + entry.nbytes
         at += entry.nbytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.config_and_tokenizer_files import small_files
 from converters.errors import CheckpointError
-from converters.tensors.entry import Entry
+from converters.tensors.entry import OutputTensor
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import (
     Choices,
@@ -58,7 +58,7 @@ def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     for name, what, entry in optimizer_entries(optimizer, root):
         value = optimizer.state[name][what]
-        held = Entry(f"{OPTIMIZER}: {entry.name}", entry.dtype, entry.tensor)
+        held = OutputTensor(f"{OPTIMIZER}: {entry.name}", entry.dtype, entry.tensor)
         state.setdefault(numbers[name], {})[what] = held if isinstance(value, Tensor) else value
     listed = [
         {**group, "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}

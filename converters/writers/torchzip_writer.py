@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.torchzip import TorchZip
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.folder import Folder
-from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
-from converters.tensors.entry import Entry
-from converters.tensors.tensor import Tensor, row_major
+from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, get_itemsize
+from converters.tensors.entry import OutputTensor
+from converters.tensors.tensor import Tensor, compute_row_major_strides
 from converters.writers.plan import Part, Trailer
 
 if TYPE_CHECKING:
@@ -145,13 +145,14 @@ def saved(value: Any) -> list[Part]:
     """A complete torch.save file, as parts of a planned file.
 
     Args:
-        value: plain containers, the objects above, and an `Entry` for each tensor. One that occurs twice is
+        value: plain containers, the objects above, and an `OutputTensor` for each tensor. One that occurs
+        twice is
             written once, as two tensors that share their storage.
 
     With several tensors the directory at the end is written late, and each tensor begins at a multiple of 64
     bytes, as torch writes them; with one it is not, so that the parts may lie within a larger file.
     """
-    entries: dict[int, tuple[int, Entry]] = {}
+    entries: dict[int, tuple[int, OutputTensor]] = {}
     pickled = pickle(_with_calls(value, entries))
     members = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
     out, directory, at = bytearray(), bytearray(), 0
@@ -189,7 +190,7 @@ def reopened(values: Mapping[str, Any], folder: Place) -> dict[str, Tensor]:
     pending = [(value, TorchZip(written.file(name)).load()) for name, value in values.items()]
     while pending:
         planned, loaded = pending.pop()
-        if isinstance(planned, Entry):
+        if isinstance(planned, OutputTensor):
             found[planned.name] = as_tensor(loaded, planned.name)
         elif isinstance(planned, (dict, list, tuple)):
             keys = planned if isinstance(planned, dict) else range(len(planned))
@@ -203,12 +204,12 @@ def _remember(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
     return _descriptor(crc, nbytes)
 
 
-def _with_calls(value: Any, entries: dict[int, tuple[int, Entry]]) -> Any:
+def _with_calls(value: Any, entries: dict[int, tuple[int, OutputTensor]]) -> Any:
     """`value` with the call that rebuilds it for each tensor.
 
     `entries` receives each tensor once, by `id`: its number and itself.
     """
-    if isinstance(value, Entry):
+    if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), (len(entries), value))
         return _rebuilt(value, number)
     if isinstance(value, dict):
@@ -218,12 +219,12 @@ def _with_calls(value: Any, entries: dict[int, tuple[int, Entry]]) -> Any:
     return value
 
 
-def _rebuilt(entry: Entry, number: int) -> Call:
-    width = itemsize(entry.dtype)
+def _rebuilt(entry: OutputTensor, number: int) -> Call:
+    width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = Name("torch", storage) if storage else Name("torch.storage", "UntypedStorage")
     count = entry.tensor.numel if storage else entry.nbytes
-    strides = tuple(step // width for step in row_major(entry.tensor.shape, width))
+    strides = tuple(step // width for step in compute_row_major_strides(entry.tensor.shape, width))
     located = Persistent(("storage", kind, str(number), "cpu", count))
     place = (located, 0, entry.tensor.shape, strides, False)
     hooks = Call(Name("collections", "OrderedDict"), ())

@@ -20,7 +20,7 @@ from converters.errors import CheckpointError, CommandError, OptimizerStateError
 from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
 from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.entry import Entry
+from converters.tensors.entry import OutputTensor
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import Choices, model_entries, plain_groups, required_optimizer
 from converters.writers.plan import Plan, PlannedFile
@@ -59,12 +59,14 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
     for name in (name for group in named for name in group):
         master = model[name].tensor
         kind = "F32" if master.dtype in CASTABLE else master.dtype
-        shaped = {MASTER: Entry(f"{name}.{MASTER}", kind, master)}
+        shaped = {MASTER: OutputTensor(f"{name}.{MASTER}", kind, master)}
         for what, value in found.state.get(name, {}).items():
             scalar = not isinstance(value, Tensor) or not value.shape
             if what == _STEP or (scalar and master.shape):
                 # A number or a tensor, as the optimizer that wrote it counts in.
-                held = Entry(f"{name}.{what}", value.dtype, value) if isinstance(value, Tensor) else value
+                held = (
+                    OutputTensor(f"{name}.{what}", value.dtype, value) if isinstance(value, Tensor) else value
+                )
                 values[f"{tag}/{ZERO}/{name}/{what}.pt"] = held
                 step = value if what == _STEP else step
             elif not isinstance(value, Tensor) or value.shape != master.shape:
@@ -73,10 +75,10 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
                     "universal checkpoint cannot hold"
                 )
             else:
-                shaped[what] = Entry(f"{name}.{what}", value.dtype, value)
+                shaped[what] = OutputTensor(f"{name}.{what}", value.dtype, value)
         for what, entry in shaped.items():
             values[f"{tag}/{ZERO}/{name}/{what}.pt"] = {"param": entry, "cat_dim": 0, NAME: name}
-    held = Entry(COMMON, step.dtype, step) if isinstance(step, Tensor) else step
+    held = OutputTensor(COMMON, step.dtype, step) if isinstance(step, Tensor) else step
     values[f"{tag}/{COMMON}"] = _common(groups, named, held)
     sized = [{name: model[name] for name in group} for group in named]
     trained = {name for group in named for name in group}
@@ -90,7 +92,7 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
     return Plan(files, {LATEST: tag.encode(), **documents}, companions, partial(reopened, values))
 
 
-def _check(checkpoint: Checkpoint, named: list[list[str]], model: dict[str, Entry]) -> None:
+def _check(checkpoint: Checkpoint, named: list[list[str]], model: dict[str, OutputTensor]) -> None:
     where, flat = checkpoint.root, [name for group in named for name in group]
     if not flat or len(set(flat)) != len(flat):
         raise OptimizerStateError(f"{where}: its optimizer's groups do not list each parameter once")
@@ -122,7 +124,7 @@ def _common(groups: list[dict[str, Any]], named: list[list[str]], step: Any) -> 
 
 
 def _model_states(
-    checkpoint: Checkpoint, groups: list[dict[str, Entry]], rest: dict[str, Entry], step: int
+    checkpoint: Checkpoint, groups: list[dict[str, OutputTensor]], rest: dict[str, OutputTensor], step: int
 ) -> dict[str, Any]:
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
     shapes = [{name: size_of(entry.tensor.shape) for name, entry in group.items()} for group in groups]

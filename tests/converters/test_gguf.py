@@ -26,7 +26,7 @@ from converters import open_checkpoint, write_checkpoint
 from converters.cli import main
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
-from converters.tensors.ggml import KINDS, ggml_blocks
+from converters.tensors.ggml import KINDS, quantize_to_ggml
 from converters.tensors.tensor import Tensor
 from converters.writers.gguf_models import MODELS, settings_of
 from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
@@ -420,11 +420,11 @@ def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
     monkeypatch.setattr("converters.tensors.by_rows.BLOCK", 200)
-    tensor = ggml_blocks(Tensor.contiguous("x", "F32", values.shape, Memory(values.tobytes())), kind)
+    tensor = quantize_to_ggml(Tensor.from_source("x", "F32", values.shape, Memory(values.tobytes())), kind)
     with np.errstate(all="ignore"):
         theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     assert tensor.read().tobytes() == theirs.tobytes()
-    assert b"".join(block.tobytes() for block in tensor.blocks(77, set())) == theirs.tobytes()
+    assert b"".join(block.tobytes() for block in tensor.iter_blocks(77, set())) == theirs.tobytes()
 
 
 def test_the_file_and_the_folder(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

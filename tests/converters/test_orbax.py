@@ -203,7 +203,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
 
 def as_tensors(arrays: dict[str, Array]) -> dict[tuple[str, ...], Tensor]:
     return {
-        ("params", *name.split(".")): Tensor.contiguous(
+        ("params", *name.split(".")): Tensor.from_source(
             name, map_numpy_dtypes()[value.dtype], value.shape, Memory(value.tobytes())
         )
         for name, value in arrays.items()

@@ -34,7 +34,7 @@ from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
 from converters.storage.safe_open import child, mentions
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def build_boxes(entry: TensorEntry) -> list[Box]:
             continue
         if item is None:
             raise CheckpointError(f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored")
-        if item.length < prod(sizes) * itemsize(entry.dtype):
+        if item.length < prod(sizes) * get_itemsize(entry.dtype):
             open_item(entry, item).load()  # a tensor's subclass (torchao) says so itself
             raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
         boxes.append(Box(offsets, sizes, partial(_locate, entry, item, sizes)))

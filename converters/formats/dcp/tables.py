@@ -18,7 +18,7 @@ from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import read_checksums
 from converters.formats.dcp.metadata import TensorEntry, read_metadata_file
 from converters.formats.dcp.piece_index import PieceIndex, open_index
-from converters.tensors.tensor import Box, Tensor, possible_shape
+from converters.tensors.tensor import Box, Tensor, check_shape
 from converters.tensors.tiling import check_boxes_tile
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class ShardedTensor(Tensor):
     def __init__(
         self, name: str, dtype: str, shape: Sequence[int], find_boxes: Callable[[Region | None], list[Box]]
     ) -> None:
-        self._set_fields(name, dtype, possible_shape(name, dtype, shape), ())
+        self._set_fields(name, dtype, check_shape(name, dtype, shape), ())
         self._boxes = None
         self._find_boxes = find_boxes
         self._located: tuple[Region, list[Box]] | None = None

@@ -14,8 +14,8 @@ from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.numeric import np
 from converters.storage.bytes import FileSpan, Slice
-from converters.tensors.casting import rounded
-from converters.tensors.dtypes import itemsize, numpy_dtype
+from converters.tensors.casting import round_to_dtype
+from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -44,7 +44,7 @@ def same(copies: Sequence[Tensor], where: str, why: str = "files of two runs or 
 def rounds_to_copy(master: Tensor, copy: Tensor) -> bool:
     """Whether a master, rounded to the dtype of its copy of the same shape, equals it; NaN equals NaN."""
     for ours, theirs in zip(_sample(master), _sample(copy), strict=True):
-        cast = rounded(ours, copy.dtype)
+        cast = round_to_dtype(ours, copy.dtype)
         if not np.all((cast == theirs) | ((cast != cast) & (theirs != theirs))):
             return False
     return True
@@ -125,8 +125,8 @@ def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, withi
         return None
     if (master.dtype, weight.dtype) == ("F32", "BF16") and _to_bfloat16(ours) == theirs:
         return True
-    left = np.frombuffer(ours, numpy_dtype(master.dtype))
-    right = np.frombuffer(theirs, numpy_dtype(weight.dtype))
+    left = np.frombuffer(ours, to_numpy_dtype(master.dtype))
+    right = np.frombuffer(theirs, to_numpy_dtype(weight.dtype))
     with np.errstate(all="ignore"):
         same = (left.astype(right.dtype) == right) | ((left != left) & (right != right))
     return bool(same.all())
@@ -155,7 +155,7 @@ def _to_bfloat16(data: bytes) -> bytes:
 
 def _peek(source: Source, dtype: str, start: int, count: int) -> bytes | None:
     """Read a few elements without a checksum, because a wrong value is refused anyway."""
-    size = itemsize(dtype)
+    size = get_itemsize(dtype)
     at = start * size
     while isinstance(source, Slice):
         at, source = at + source.offset, source.source

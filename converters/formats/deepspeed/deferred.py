@@ -22,8 +22,8 @@ from converters.formats.deepspeed.rank_files import (
     read_model,
     read_optim,
 )
-from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import View, row_major
+from converters.tensors.dtypes import get_itemsize
+from converters.tensors.tensor import View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,21 +50,21 @@ class DeferredTensor(StoredTensor):
     def __init__(self, like: StoredTensor, shape: tuple[int, ...], load: Callable[[], StoredTensor]) -> None:
         self.storage, self.offset, self.dtype = like.storage, like.offset, like.dtype
         self.shape = shape
-        self.strides = row_major(shape, 1)
+        self.strides = compute_row_major_strides(shape, 1)
         self._source = _DeferredSource(self, load)
 
     def to_view(self) -> View:
         """Return the tensor as a view in bytes."""
-        return View(self._source, 0, row_major(self.shape, itemsize(self.dtype)))
+        return View(self._source, 0, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
 
 
 class _DeferredSource:
     def __init__(self, expected: DeferredTensor, load: Callable[[], StoredTensor]) -> None:
-        self.nbytes = prod(expected.shape) * itemsize(expected.dtype)
+        self.nbytes = prod(expected.shape) * get_itemsize(expected.dtype)
         self._type = expected.dtype, expected.shape
         self._load = load
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
         tensor = self._load()
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
@@ -72,7 +72,7 @@ class _DeferredSource:
                 f"a rank has {tensor.dtype} {list(tensor.shape)} where another has {dtype} {list(shape)}"
             )
         view = tensor.to_view()
-        view.source.read_into(buffer, view.offset + at, touched)
+        view.source.read_into(buffer, view.offset + offset, touched)
 
 
 class _RankFile(Generic[F]):

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
 from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import Box, Tensor, View, row_major
+from converters.tensors.dtypes import get_itemsize
+from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Piece:
 def piece_of(stored: StoredTensor) -> Piece:
     """A flat tensor of a rank file, as a piece."""
     view, numel = stored.to_view(), prod(stored.shape)
-    return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * itemsize(stored.dtype)))
+    return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * get_itemsize(stored.dtype)))
 
 
 Flat = Sequence[Piece]
@@ -106,7 +106,7 @@ class WholeParameters:
                 raise CheckpointError(
                     f"{self.where}: a flat group holds {piece.numel} elements, not {self.length}"
                 )
-        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         parts = [piece.source for piece in flat]
         made = {}
         for name, shape in self.shapes.items():
@@ -118,7 +118,9 @@ class WholeParameters:
 
 def _joined(parts: Sequence[Source], base: int, nbytes: int, shape: tuple[int, ...], width: int) -> View:
     """A parameter of which each rank has `nbytes` bytes at `base`, the last with padding."""
-    return View(Joined([Slice(part, base, nbytes) for part in parts]), 0, row_major(shape, width))
+    return View(
+        Joined([Slice(part, base, nbytes) for part in parts]), 0, compute_row_major_strides(shape, width)
+    )
 
 
 class EqualSlices:
@@ -157,10 +159,10 @@ class EqualSlices:
                 f"{self.where}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
                 "the lengths of its parameters"
             )
-        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         joined = Joined([Slice(piece.source, 0, n * width) for piece, n in zip(flat, lean, strict=True)])
         return {
-            name: Tensor.contiguous(name + suffix, dtype, shape, joined, self.starts[name] * width)
+            name: Tensor.from_source(name + suffix, dtype, shape, joined, self.starts[name] * width)
             for name, shape in self.shapes.items()
         }
 
@@ -182,7 +184,7 @@ def check_distinct(pieces: Sequence[StoredTensor], where: str) -> None:
     """CheckpointError if two flat tensors of one file share bytes."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
-        width = itemsize(piece.dtype)
+        width = get_itemsize(piece.dtype)
         if prod(piece.shape):
             start = piece.offset * width
             spans.setdefault(piece.storage.key, []).append((start, start + prod(piece.shape) * width))
@@ -213,7 +215,7 @@ class SwapFiles:
         if None in ends or not (self.folder.path / name).is_file():
             raise CheckpointError(f"{self.folder.path / name}: missing; it holds values offloaded to NVMe")
         file = self.folder.file(name)
-        nbytes = layout.length * itemsize(dtype)
+        nbytes = layout.length * get_itemsize(dtype)
         if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
             raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, its sub-group takes {nbytes}")
         return Piece(dtype, layout.length, file.span(0, nbytes, what="the swap file"))

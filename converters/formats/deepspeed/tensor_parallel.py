@@ -21,8 +21,8 @@ from converters.errors import CheckpointError, blame
 from converters.formats.deepspeed.checks import same
 from converters.formats.deepspeed.rank_files import Weights, check_same
 from converters.limits import MAX_SETTINGS
-from converters.tensors.rearranged import joined, region
-from converters.tensors.tensor import Tensor, is_shape, row_major
+from converters.tensors.rearranged import concat_tensors, place_region
+from converters.tensors.tensor import Tensor, compute_row_major_strides, is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +90,7 @@ class Layout:
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
             raise CheckpointError(f"{where}: the tensor parallel ranks hold parts that do not fit")
-        return joined(name, parts, dim)
+        return concat_tensors(name, parts, dim)
 
     def _by_map(self, name: str, entry: Any, parts: Sequence[Tensor], where: str) -> Tensor:
         damaged = CheckpointError(f"{where}: its tensor parallel affine map is damaged, or not supported")
@@ -117,8 +117,8 @@ class Layout:
                     low = _corner(piece.get("dest"), part.shape, damaged)
                     if any(n + size > limit for n, size, limit in zip(low, sizes, part.shape, strict=True)):
                         raise damaged
-                    box = boxes.setdefault(repr((at, sizes)), region(part, at, low, sizes))
-                    origin = region(part, (0,) * len(sizes), low, sizes)
+                    box = boxes.setdefault(repr((at, sizes)), place_region(part, at, low, sizes))
+                    origin = place_region(part, (0,) * len(sizes), low, sizes)
                     copy = Tensor(name, part.dtype, sizes, [origin])
                     copies.setdefault(repr((box.offsets, sizes)), []).append(copy)
         for held in copies.values():
@@ -183,7 +183,7 @@ def _corner(place: Any, shape: tuple[int, ...], damaged: CheckpointError) -> tup
     """Where a block begins in a row-major tensor; `place` is its offset and strides in elements."""
     if not isinstance(place, list) or len(place) != 2 or type(place[0]) is not int or place[0] < 0:
         raise damaged
-    strides = row_major(shape, 1)
+    strides = compute_row_major_strides(shape, 1)
     if _sizes(place[1], damaged) != strides:
         raise damaged
     left, corner = place[0], []

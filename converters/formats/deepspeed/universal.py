@@ -217,7 +217,7 @@ class _Universal:
         if not prod(shape):
             return as_tensor(stored, name + suffix)
         view = stored.to_view()
-        return Tensor.contiguous(name + suffix, stored.dtype, shape, view.source, view.offset)
+        return Tensor.from_source(name + suffix, stored.dtype, shape, view.source, view.offset)
 
     def _crosscheck(self, name: str, what: str, stored: StoredTensor, where: str) -> None:
         """Compare sampled values with the second copy, if there is one."""

@@ -21,7 +21,7 @@ from converters.limits import MAX_FLAT_WORK
 from converters.names.index_keys import check_listed, fit_in_order
 from converters.names.tied_weights import same_values
 from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def read_flat(
             at = 0
             for name in units[key]:
                 shape = tensors[name].shape
-                made = Tensor.contiguous(f"{name}.{what}", dtype, shape, whole, at)
+                made = Tensor.from_source(f"{name}.{what}", dtype, shape, whole, at)
                 if at + made.nbytes > whole.nbytes:
                     raise CheckpointError(f"{where}: {what} of {name!r} is shorter than the parameter")
                 named.setdefault(name, {})[str(what)] = made
@@ -210,4 +210,4 @@ def _subtrees(sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
 
 def _bytes(stored: StoredTensor) -> Source:
     view = stored.to_view()
-    return Slice(view.source, view.offset, prod(stored.shape) * itemsize(stored.dtype))
+    return Slice(view.source, view.offset, prod(stored.shape) * get_itemsize(stored.dtype))

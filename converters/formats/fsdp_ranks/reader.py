@@ -94,7 +94,7 @@ class Parts:
 
     def tensor(self) -> Tensor:
         if not prod(self.shape):
-            return Tensor.contiguous(self.where, self.dtype, self.shape, Memory(b""))
+            return Tensor.from_source(self.where, self.dtype, self.shape, Memory(b""))
         return Tensor(self.where, self.dtype, self.shape, list(self.boxes.values()))
 
 

@@ -42,7 +42,7 @@ def _folder(path: Place) -> Place | None:
 def _open(source: Source, path: Place) -> Checkpoint:
     from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
     from converters.formats.megatron.reader import PREFIXES, STANDINS
-    from converters.tensors.rearranged import selected
+    from converters.tensors.rearranged import select_index
 
     where = str(path)
     common = TorchZip(Folder(path).file(MEGATRONS)).load(STANDINS, PREFIXES)
@@ -66,7 +66,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
                     f"{where}: {key} is {list(tensor.shape)}, its args say {shape.layers} layers"
                 )
             for layer in range(shape.layers):
-                merged[f"decoder.layers.{layer}.{match[1]}"] = selected(tensor, 0, layer)
+                merged[f"decoder.layers.{layer}.{match[1]}"] = select_index(tensor, 0, layer)
         tensors = as_transformers(merged, shape, where)
     has_optimizer = any(key.startswith("optimizer.") for key in stored)
 

@@ -20,7 +20,7 @@ from converters.errors import CheckpointError
 from converters.formats.megatron.settings import check_args
 from converters.limits import MAX_LAYERS
 from converters.storage.safe_open import read_small_table
-from converters.tensors.rearranged import joined, part, region, transposed
+from converters.tensors.rearranged import concat_tensors, place_region, slice_tensor, transpose_matrix
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -190,15 +190,18 @@ def _llama(module: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, T
         half = tensor.shape[0] // 2
         if tensor.shape[0] % 2:
             raise CheckpointError(f"{where}: {tensor.name} has an odd number of rows for a gated MLP")
-        return {"mlp.gate_proj": part(tensor, 0, 0, half), "mlp.up_proj": part(tensor, 0, half, half)}
+        return {
+            "mlp.gate_proj": slice_tensor(tensor, 0, 0, half),
+            "mlp.up_proj": slice_tensor(tensor, 0, half, half),
+        }
     return {_LLAMA[module]: tensor}
 
 
 def _gpt2(module: str, kind: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
     if module == _QKV:
-        tensor = joined(tensor.name, _split_qkv(tensor, shape, where), 0)
+        tensor = concat_tensors(tensor.name, _split_qkv(tensor, shape, where), 0)
     matrix = kind == "weight" and len(tensor.shape) == 2
-    return {_GPT2[module]: transposed(tensor) if matrix else tensor}
+    return {_GPT2[module]: transpose_matrix(tensor) if matrix else tensor}
 
 
 def _split_qkv(tensor: Tensor, shape: Shape, where: str) -> list[Tensor]:
@@ -215,7 +218,7 @@ def _split_qkv(tensor: Tensor, shape: Shape, where: str) -> list[Tensor]:
     for first, count in ((0, queries), (queries, 1), (queries + 1, 1)):
         rows = count * shape.head
         boxes = [
-            region(
+            place_region(
                 tensor,
                 [i * rows, *[0] * len(rest)],
                 [i * each + first * shape.head, *[0] * len(rest)],
@@ -233,4 +236,4 @@ def _without_padding(tensor: Tensor, shape: Shape, where: str) -> Tensor:
         return tensor
     if count > tensor.shape[0]:
         raise CheckpointError(f"{where}: {tensor.name} has {tensor.shape[0]} rows for {count} tokens")
-    return part(tensor, 0, 0, count)
+    return slice_tensor(tensor, 0, 0, count)

@@ -23,7 +23,7 @@ from converters.formats.megatron.names import Shape, args_of, as_transformers, p
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.names.tied_weights import same_values
 from converters.storage.places import map_ahead
-from converters.tensors.rearranged import joined, part
+from converters.tensors.rearranged import concat_tensors, slice_tensor
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
@@ -207,10 +207,10 @@ class Ranks:
             raise CheckpointError(f"{self.where}: the tensor ranks hold different shapes of {key}")
         if module == "mlp.linear_fc1" and shape.gated:  # each rank has its gate rows, then its up rows
             half = tensors[0].shape[0] // 2
-            gates = [part(tensor, 0, 0, half) for tensor in tensors]
-            ups = [part(tensor, 0, half, half) for tensor in tensors]
-            return joined(key, [*gates, *ups], 0)
-        return joined(key, tensors, dim)
+            gates = [slice_tensor(tensor, 0, 0, half) for tensor in tensors]
+            ups = [slice_tensor(tensor, 0, half, half) for tensor in tensors]
+            return concat_tensors(key, [*gates, *ups], 0)
+        return concat_tensors(key, tensors, dim)
 
 
 # Megatron-LM before Megatron-Core.

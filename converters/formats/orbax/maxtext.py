@@ -23,8 +23,8 @@ from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
 from converters.names.model_config import sizes_of
 from converters.numeric import np
-from converters.tensors.computed import Affine, computed
-from converters.tensors.rearranged import part, reshaped, selected, turned
+from converters.tensors.computed import Affine, apply_edits
+from converters.tensors.rearranged import permute_dims, reshape_tensor, select_index, slice_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -150,13 +150,13 @@ class Layout:
 
     def _made(self, target: Destination, tensor: Tensor, edit: Affine) -> Iterator[tuple[str, Tensor]]:
         for number, name in enumerate(target.names):
-            layer = tensor if target.stack is None else selected(tensor, target.stack, number)
+            layer = tensor if target.stack is None else select_index(tensor, target.stack, number)
             if target.kernel:
                 layer = _outputs_first(layer, target, name)
             if target.rows is not None and target.rows < layer.shape[0]:
-                layer = part(layer, 0, 0, target.rows)
+                layer = slice_tensor(layer, 0, 0, target.rows)
             if (float(edit.factor), float(edit.divisor), float(edit.term)) != (1, 1, 0):
-                layer = computed(layer, layer.dtype, 1, [edit])
+                layer = apply_edits(layer, layer.dtype, 1, [edit])
             yield name, layer
 
 
@@ -164,13 +164,13 @@ def _outputs_first(tensor: Tensor, target: Destination, name: str) -> Tensor:
     """A kernel as [out, in]: the heads and their elements are one dimension."""
     shape = tensor.shape
     if len(shape) == 2:
-        return turned(tensor, (1, 0))
+        return permute_dims(tensor, (1, 0))
     if name.endswith("o_proj.weight"):
-        return reshaped(turned(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
+        return reshape_tensor(permute_dims(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
     if target.paired:
-        pairs = reshaped(tensor, (*shape[:2], shape[2] // 2, 2))
-        return reshaped(turned(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
-    return reshaped(turned(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
+        pairs = reshape_tensor(tensor, (*shape[:2], shape[2] // 2, 2))
+        return reshape_tensor(permute_dims(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
+    return reshape_tensor(permute_dims(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
 
 
 def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], where: str) -> Layout | None:

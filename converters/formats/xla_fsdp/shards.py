@@ -12,7 +12,7 @@ from converters.containers.untrusted import require_mapping, require_shape
 from converters.errors import CheckpointError, blame
 from converters.names.canonical import plain_name
 from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
@@ -186,12 +186,12 @@ def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(f"{key!r} is not contiguous")
-    dtype, width = stored[0].dtype, itemsize(stored[0].dtype)
+    dtype, width = stored[0].dtype, get_itemsize(stored[0].dtype)
     run = Joined(
         [Slice(view.source, view.offset, length * width) for view in (one.to_view() for one in stored)]
     )
     return {
-        name: Tensor.contiguous(plain_name(name) + suffix, dtype, shape, run, start * width)
+        name: Tensor.from_source(plain_name(name) + suffix, dtype, shape, run, start * width)
         for name, start, shape in layout.parts
     }
 
