@@ -27,7 +27,7 @@ from converters.names.expected import (
     compute_sizes,
     is_tied,
     list_numbers,
-    mask_number,
+    replace_layer_number,
     split_layers,
 )
 from converters.names.model_config import check_fits
@@ -258,7 +258,7 @@ def _compare_with_class(
     for stack, layers in expected.stacks.items():
         problems += _find_missing_layers(stack, layers, by_stack.get(stack, {}), config, expected.required)
         holes += _find_incomplete_layers(stack, layers, by_stack.get(stack, {}), config, matcher)
-    reported = {mask_number(name) for name in holes}
+    reported = {replace_layer_number(name) for name in holes}
     names = (*(mask.replace(".*.", ".N.") for mask in missing if mask not in reported), *holes)
     if names:
         problems.append(Problem("missing", f"{_count(names, 'tensor')} missing", names))
@@ -298,10 +298,11 @@ def _convert_names(
         candidates = [name]
         if base:
             candidates += [f"{base}.{name}", name.removeprefix(f"{base}.")]
-        chosen = next((each for each in candidates if mask_number(each) in masks), None)
+        chosen = next((each for each in candidates if replace_layer_number(each) in masks), None)
         if chosen is None:
             chosen = next(
-                (each for each in candidates if mask_number(each).rpartition(".")[0] in modules), None
+                (each for each in candidates if replace_layer_number(each).rpartition(".")[0] in modules),
+                None,
             )
         matched += chosen is not None
         live[chosen or name] = shape
@@ -320,13 +321,15 @@ class _Matcher:
 
     def __init__(self, names: Iterable[str], *, is_quantized: bool) -> None:
         self.names = set(names)
-        self.masks = {mask_number(name) for name in self.names}
+        self.masks = {replace_layer_number(name) for name in self.names}
         self.modules: set[str] = set()
         if is_quantized:
             for name in self.names:
                 parts = name.split(".")
                 self.modules |= {".".join(parts[:i]) for i in range(1, len(parts))}
-            self.modules |= {mask_number(module + ".x").removesuffix(".x") for module in self.modules}
+            self.modules |= {
+                replace_layer_number(module + ".x").removesuffix(".x") for module in self.modules
+            }
 
     def contains(self, name: str) -> bool:
         """Return whether a tensor exists, or a tensor of its module if the weights are quantized."""
@@ -526,7 +529,7 @@ def _find_wrong_shapes(
     separate_heads = sizes.get("HD") != sizes.get("E")
     wrong = []
     for name, shape in live.items():
-        formulas = expected.shapes.get(mask_number(name))
+        formulas = expected.shapes.get(replace_layer_number(name))
         if formulas is None or name in behind or (shape == () and formulas):
             continue
         if separate_heads and _ATTENTION.search(name) and not any("D" in formula for formula in formulas):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters.adapters.base_names import BaseNames, Found, Region
 from converters.adapters.edits import Scale, same
 from converters.errors import CheckpointError, blame
-from converters.names.tied_weights import OTHER_HEAD, find_implied_ties, same_values
+from converters.names.tied_weights import OTHER_HEAD, find_implied_ties, has_same_values
 from converters.numeric import np
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
@@ -60,7 +60,7 @@ class Change:
         if mine is None or theirs is None or mine is theirs:
             sources = mine is theirs
         else:
-            sources = same_values(mine, theirs)
+            sources = has_same_values(mine, theirs)
         return sources and len(self.edits) == len(other.edits) and all(map(same, self.edits, other.edits))
 
 

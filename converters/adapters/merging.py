@@ -21,7 +21,7 @@ from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
 from converters.errors import CheckpointError, CommandError, blame, printable
 from converters.fingerprints import fingerprint
-from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, ends_with
+from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, has_ending
 from converters.numeric import np
 from converters.quantization.dequantize import quantization_of
 from converters.storage.safe_open import read_small_table
@@ -254,7 +254,7 @@ def _replace(on: BaseChanges, module: str, leaf: str, tensor: Tensor) -> None:
         _add(on, live, tensor)
         return
     name = found.whole
-    resized = ends_with(live, (*EMBEDDINGS, *HEADS)) and found.shape[1:] == tensor.shape[1:]
+    resized = has_ending(live, (*EMBEDDINGS, *HEADS)) and found.shape[1:] == tensor.shape[1:]
     if name is None or (found.shape != tensor.shape and not resized):
         raise on.misfit(live, found.shape, tensor)
     change = on.changes.setdefault(name, Change(1 if len(tensor.shape) > 1 else 0))
@@ -274,7 +274,7 @@ def _check_resized_tables(on: BaseChanges) -> None:
         CheckpointError: If the embedding or the head keeps the number of rows of the base.
     """
     names = [*on.base.tensors, *(alias for alias in on.ties if alias != OTHER_HEAD)]
-    tables = [name for name in names if ends_with(name, (*EMBEDDINGS, *HEADS))]
+    tables = [name for name in names if has_ending(name, (*EMBEDDINGS, *HEADS))]
     resized = {name: rows for name in tables if (rows := on.count_new_rows(name)) is not None}
     for name, rows in resized.items():
         for other in tables:

@@ -19,7 +19,7 @@ from converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.safetensors import read_file
-from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
+from converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes, strip_wrappers
 from converters.storage.bytes import Memory, read_json
 from converters.storage.folder import Folder
 from converters.storage.path_or_url import make_absolute
@@ -71,15 +71,15 @@ def _open(source: Source, path: Place) -> Checkpoint:
     with blame(path):
         stored = {key: Tensor(key, *kinds[key], held) for key, held in boxes.items()}
     _check_consolidated(path, stored)
-    roles = assign_roles(paths_without_nesting(stored, where=where), frozenset(stored), where=where)
+    roles = assign_roles(split_flat_keys(stored, location=where), frozenset(stored), location=where)
     state = {
-        plain_name(name): {what: stored[key] for what, key in keys.items()}
+        strip_wrappers(name): {what: stored[key] for what, key in keys.items()}
         for name, keys in roles.state.items()
     }
     return Checkpoint(
         format="dcp-safetensors",
         root=source.path,
-        tensors=plain_names({name: stored[key] for name, key in roles.model.items()}, where=where),
+        tensors=strip_prefixes({name: stored[key] for name, key in roles.model.items()}, location=where),
         optimizer=OptimizerState(state, [{"params": list(state)}]) if state else None,
         metadata=trainer_metadata(path),
         companions=find_companions(source.path),

@@ -18,8 +18,8 @@ from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
 from converters.limits import MAX_HEADER
-from converters.names.canonical import plain_names, split_state_key
-from converters.names.module_order import module_order
+from converters.names.canonical import split_state_key, strip_prefixes
+from converters.names.module_order import sort_by_module
 from converters.storage.bytes import read_json, read_table
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
@@ -74,7 +74,7 @@ def _open(source: Source, name: str) -> Checkpoint:
             extra |= headers[shard_name]
     else:
         tensors, extra = read_file(folder.file(name))
-    plain = plain_names(tensors, where=str(source.path))
+    plain = strip_prefixes(tensors, location=str(source.path))
     companions = find_companions(source.path)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
@@ -84,7 +84,7 @@ def _open(source: Source, name: str) -> Checkpoint:
             return _optimizer(folder, plain)
         # The Trainer's and Accelerate's plain checkpoints.
         given = [name for name in source.order if name in plain]
-        order = given or module_order(plain, companions.get("config.json"))
+        order = given or sort_by_module(plain, companions.get("config.json"))
         return optimizer_beside(folder, plain, lambda: order and in_order(order, aliases))
 
     return Checkpoint(

@@ -29,7 +29,7 @@ from converters.formats.fsdp_ranks.sharded import Placed, Sharded, load, locate_
 from converters.formats.safetensors import read_file
 from converters.formats.torch_save.reader import aliases_of, in_order
 from converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
-from converters.names.canonical import assign_roles, plain_names
+from converters.names.canonical import assign_roles, strip_prefixes
 from converters.storage.folder import Folder
 from converters.storage.places import files_in
 from converters.storage.safe_open import mentions, read_small
@@ -100,13 +100,13 @@ def _open(source: Source, path: Place) -> Checkpoint:
                 raise CheckpointError(f"{path}: two values are called {format_value(key)}")
             leaves[key], paths[key] = leaf, (name, *below)
     roles = assign_roles(
-        paths, frozenset(key for key, leaf in leaves.items() if _is_tensor(leaf)), where=str(path)
+        paths, frozenset(key for key, leaf in leaves.items() if _is_tensor(leaf)), location=str(path)
     )
     if not roles.model:
         raise CheckpointError(f"{path / _METADATA}: lists no tensors of a model")
     with blame(path):
         stored = {name: leaves[key].tensor() for name, key in roles.model.items()}
-    tensors: dict[str, Tensor] = plain_names(stored, where=str(path))
+    tensors: dict[str, Tensor] = strip_prefixes(stored, location=str(path))
     keys = dict(zip(tensors, roles.model.values(), strict=True))
     views = {name: view for name, key in keys.items() if (view := _get_view(leaves[key])) is not None}
 

@@ -297,7 +297,7 @@ def _stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> 
     return {pattern: [stack(values, dim)] for pattern, values in arrays.items()}
 
 
-def _unstack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
     experts: Arrays = {}
     for pattern, (values, *_) in arrays.items():
@@ -312,7 +312,7 @@ def _unstack(arrays: Arrays, operation: Operation, context: _OperationContext) -
     return experts
 
 
-def _concatenate(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim = operation[1]
     parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
     # Use the order of the arrays if earlier operations have replaced the patterns by other names.
@@ -320,7 +320,7 @@ def _concatenate(arrays: Arrays, operation: Operation, context: _OperationContex
     return {context.direction.targets[0]: [concat_arrangements(parts, dim)]}
 
 
-def _chunk(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, attribute = operation[1:]
     values = _get_single(arrays)
     targets = list(context.direction.targets)
@@ -352,7 +352,7 @@ def _split(arrays: Arrays, operation: Operation, context: _OperationContext) -> 
     return {name: [part] for name, part in zip(targets, parts, strict=True)}
 
 
-def _transpose(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     first, second, check = operation[1:]
     values = _get_single(arrays)
     pattern = next(iter(arrays)) if len(context.direction.targets) > 1 else context.direction.targets[0]
@@ -371,7 +371,7 @@ def _transpose(arrays: Arrays, operation: Operation, context: _OperationContext)
     return {pattern: [swap_dims(values, first, second)]}
 
 
-def _interleave(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, inverse = operation[1:]
     values = _get_single(arrays)
     groups = 2 if inverse else values.shape[dim] // 2
@@ -458,7 +458,7 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
     return {context.direction.targets[0]: [stack(layers, 0)]}
 
 
-def _unpad(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Remove the padding rows of the output head, or restore them as zeros."""
     (inverse,) = operation[1:]
     values = _get_single(arrays)
@@ -480,16 +480,16 @@ def _pass_float_experts(arrays: Arrays, operation: Operation, context: _Operatio
 
 _OPERATIONS: dict[str, Callable[[Arrays, Operation, _OperationContext], Arrays]] = {
     "stack": _stack,
-    "unstack": _unstack,
-    "cat": _concatenate,
-    "chunk": _chunk,
+    "unstack": _split_stack,
+    "cat": _concat_parts,
+    "chunk": _split_chunks,
     "split": _split,
-    "transpose": _transpose,
-    "interleave": _interleave,
+    "transpose": _transpose_weights,
+    "interleave": _interleave_rows,
     "rope": _permute_rope,
     "fuse_experts": _fuse_experts,
     "part_experts": _unfuse_experts,
     "merge_queries": _merge_queries,
-    "unpad": _unpad,
+    "unpad": _remove_padding,
     "plain_experts": _pass_float_experts,
 }

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from converters import CheckpointError, Tensor
 from converters.cli import main
-from converters.names.tied_weights import same_values
+from converters.names.tied_weights import has_same_values
 from converters.storage.bytes import Memory
 from converters.tensors import tensor as tensor_module
 from converters.tensors.casting import CastLosses, cast_blocks
@@ -113,9 +113,9 @@ def test_values_are_the_same_bit_for_bit() -> None:
     def of(*values: float) -> Tensor:
         return Tensor.from_source("x", "F32", (2,), Memory(np.array(values, np.float32).tobytes()))
 
-    assert same_values(of(1, 0), of(1, 0))
-    assert not same_values(of(1, 0), of(1, 2))
-    assert not same_values(of(1, 0), of(1, -0.0))
+    assert has_same_values(of(1, 0), of(1, 0))
+    assert not has_same_values(of(1, 0), of(1, 2))
+    assert not has_same_values(of(1, 0), of(1, -0.0))
 
 
 # -- casts ---------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import to_json_value
 from converters.errors import CheckpointError
 from converters.formats.torch_save.optimizer import moment_shape
-from converters.names.canonical import Path, Roles, is_number, known_name
-from converters.names.index_keys import candidates_of, check_listed, names_of_indices
+from converters.names.canonical import Path, Roles, find_plain_name, is_number
+from converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def build_optimizer(
     """
     state: State = {}
     for parameter, entries in roles.state.items():
-        name = known_name(parameter, tensors)
+        name = find_plain_name(parameter, tensors)
         if name in state:
             raise CheckpointError(f"{where}: two optimizer states are called {name!r}")
         read = {what: read_state(key, f"{name}.{what}") for what, key in entries.items()}
@@ -56,8 +56,8 @@ def build_optimizer(
     keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
     check_listed(keys, state, f"{where}: the optimizer")
     shapes = {key: moment_shape(values) for key, values in state.items()}
-    candidates = candidates_of(order or list(tensors), tensors)
-    names = names_of_indices(keys, shapes, candidates, f"{where}: the optimizer")
+    candidates = list_candidates(order or list(tensors), tensors)
+    names = map_indices_to_names(keys, shapes, candidates, f"{where}: the optimizer")
     for group in listed:
         group["params"] = [names[key] for key in group["params"]]
     return OptimizerState({names[index]: value for index, value in state.items()}, listed)
@@ -87,7 +87,7 @@ def _groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], where: st
         params = group.get("params", [])
         if not isinstance(params, list):
             raise CheckpointError(f"{where}: the params of an optimizer group are not a list")
-        group["params"] = [known_name(str(param), tensors) for param in params]
+        group["params"] = [find_plain_name(str(param), tensors) for param in params]
     return groups
 
 

@@ -29,7 +29,7 @@ from converters.formats.dcp.metadata import (
     read_metadata,
 )
 from converters.formats.dcp.tables import ShardedTensor, ShardTables, open_tables
-from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
+from converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
@@ -94,11 +94,11 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         return builders[entry.key](entry, name)
 
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
-    paths = nested if len(nested) == len(entries) else paths_without_nesting(entries, where=where)
+    paths = nested if len(nested) == len(entries) else split_flat_keys(entries, location=where)
     found = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
-    roles = assign_roles(paths, frozenset(found), where=where)
+    roles = assign_roles(paths, frozenset(found), location=where)
     stored = {name: build_tensor(found[key], name) for name, key in roles.model.items()}
-    tensors = plain_names(stored, where=where)
+    tensors = strip_prefixes(stored, location=where)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:

@@ -20,7 +20,7 @@ from converters.errors import CheckpointError
 from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.limits import MAX_COUNT
-from converters.names.canonical import plain_names
+from converters.names.canonical import strip_prefixes
 from converters.storage.places import map_ahead, names_in
 from converters.storage.safe_open import child, read_small
 
@@ -402,9 +402,9 @@ def checkpoint_of(
     metadata: Mapping[str, Any],
 ) -> Checkpoint:
     """The checkpoint under plain names; `metadata` may hold values of any kind, of which some are kept."""
-    plain = plain_names(weights.tensors, where=str(folder))
+    plain = strip_prefixes(weights.tensors, location=str(folder))
     short = dict(zip(weights.tensors, plain, strict=True))
-    aliases = plain_names(weights.aliases, where=str(folder))
+    aliases = strip_prefixes(weights.aliases, location=str(folder))
 
     def renamed(_: Aliases) -> OptimizerState | None:
         found = optimizer()

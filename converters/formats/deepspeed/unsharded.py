@@ -21,7 +21,7 @@ from converters.formats.deepspeed.optimizer import build_optimizer
 from converters.formats.deepspeed.rank_files import ModelFile, OptimFile, Weights, checkpoint_of, flat
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
 from converters.formats.torch_save.reader import aliases_of
-from converters.names.canonical import plain_names
+from converters.names.canonical import strip_prefixes
 from converters.names.index_keys import fit_in_order
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ def open_unsharded(folder: Folder, model: ModelFile, root: Place) -> Checkpoint:
     if model.groups is not None:
         raise CheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
     stored = {key: value for key, value in model.module.items() if isinstance(value, StoredTensor)}
-    stored = plain_names(stored, where=model.where)
+    stored = strip_prefixes(stored, location=model.where)
     missing = [buffer for buffer in model.buffers if buffer not in model.module]
     if missing:
         raise CheckpointError(f"{model.where}: the buffer {missing[0]!r} is named but missing")
     whole = {key: as_tensor(value, key) for key, value in stored.items()}
     aliases = aliases_of(stored, whole)
-    buffers = set(plain_names(dict.fromkeys(model.buffers), where=model.where))
+    buffers = set(strip_prefixes(dict.fromkeys(model.buffers), location=model.where))
     order = [key for key in stored if key not in aliases and key not in buffers]
     saved = model.content.get("optimizer")
     masters = _masters(saved, stored, order, model)

@@ -19,7 +19,7 @@ from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
 from converters.limits import MAX_FLAT_WORK
 from converters.names.index_keys import check_listed, fit_in_order
-from converters.names.tied_weights import same_values
+from converters.names.tied_weights import has_same_values
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Tensor
@@ -52,7 +52,7 @@ class Copies:
         tensors = [as_tensor(stored, self.where) for stored in self.held.values()]
         first = tensors[0]
         for rank, other in zip(self.held, tensors, strict=True):
-            if other is not first and not same_values(first, other):
+            if other is not first and not has_same_values(first, other):
                 raise CheckpointError(f"{self.where}: not sharded, and rank {rank} has another value of it")
         return first
 

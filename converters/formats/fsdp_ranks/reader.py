@@ -24,7 +24,7 @@ from converters.formats.fsdp_ranks.flat import Copies, is_flat, read_flat
 from converters.formats.fsdp_ranks.sharded import Sharded, boxes, load
 from converters.formats.torch_save.optimizer import Leaf, read_optimizer
 from converters.formats.torch_save.reader import aliases_of, in_order, split
-from converters.names.canonical import plain_names, refuse_flat_parameters
+from converters.names.canonical import refuse_flat_parameters, strip_prefixes
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.path_or_url import make_absolute
@@ -145,7 +145,7 @@ class _Ranks:
         refuse_flat_parameters(merged, self.where)
         made: dict[int, Parts] = {}
         found, _, counted = split(_finished(merged, made), self.where)
-        tensors: dict[str, Tensor] = plain_names(found, where=self.where)
+        tensors: dict[str, Tensor] = strip_prefixes(found, location=self.where)
         sharded = {name: made[id(tensor)] for name, tensor in tensors.items() if id(tensor) in made}
         views = {name: part.view for name, part in sharded.items() if isinstance(part.view, StoredTensor)}
         replicas = any(part.parts > len(part.boxes) for part in sharded.values())

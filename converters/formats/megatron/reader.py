@@ -21,7 +21,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
 from converters.formats.torch_save.optimizer import as_tensor
-from converters.names.tied_weights import same_values
+from converters.names.tied_weights import has_same_values
 from converters.storage.places import map_ahead
 from converters.tensors.rearranged import concat_tensors, slice_tensor
 
@@ -200,7 +200,7 @@ class Ranks:
             return tensors[0]
         if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
             first = tensors[0]
-            if not all(same_values(first, other) for other in tensors[1:]):
+            if not all(has_same_values(first, other) for other in tensors[1:]):
                 raise CheckpointError(f"{self.where}: {key} differs between the tensor ranks, which share it")
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.pickle_reader import format_value
 from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
-from converters.names.canonical import plain_names
-from converters.names.model_config import sizes_of
+from converters.names.canonical import strip_prefixes
+from converters.names.model_config import read_llama_sizes
 from converters.numeric import np
 from converters.tensors.computed import Affine, apply_edits
 from converters.tensors.rearranged import permute_dims, reshape_tensor, select_index, slice_tensor
@@ -191,7 +191,7 @@ def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], wher
 
 def named_layout(shapes: Mapping[Path, Shape], where: str) -> Layout:
     """The layout of any tree: each parameter as it is, by its keys, without a wrapper's prefix."""
-    plain = plain_names({".".join(path): path for path in shapes}, where=where)
+    plain = strip_prefixes({".".join(path): path for path in shapes}, location=where)
     return Layout({path: Destination((name,)) for name, path in plain.items()})
 
 
@@ -207,7 +207,7 @@ class _Model:
                 "MaxText's to_huggingface, or convert it without config.json to keep MaxText's names"
             )
         self.family = family
-        self.sizes = sizes_of(config, where)
+        self.sizes = read_llama_sizes(config, where)
         self.layers, self.vocabulary = self.sizes["L"], self.sizes["V"]
         self.paired = self._rope() == "llama3"
         if self.paired and self.sizes["D"] % 2:

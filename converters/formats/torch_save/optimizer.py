@@ -15,8 +15,8 @@ from converters.containers.pickle_reader import is_index, to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.limits import MAX_GROUP_TENSOR
-from converters.names.canonical import known_name
-from converters.names.index_keys import candidates_of, check_listed, names_of_indices
+from converters.names.canonical import find_plain_name
+from converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
 from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
@@ -136,11 +136,11 @@ def _names(
             "(safetensors files sort them by name)"
         )
     shapes = {key: _shape(values) for key, values in state.items()}
-    return names_of_indices(keys, shapes, candidates_of(order, tensors), where)
+    return map_indices_to_names(keys, shapes, list_candidates(order, tensors), where)
 
 
 def _known(named: str, tensors: Mapping[str, Tensor], where: str) -> str:
-    name = known_name(named, tensors)
+    name = find_plain_name(named, tensors)
     if name not in tensors:
         raise CheckpointError(f"{where}: holds state for {name!r}, which is not in the model")
     return name

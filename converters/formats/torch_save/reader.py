@@ -24,7 +24,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
 from converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX_VALUES
-from converters.names.canonical import model_container, plain_names
+from converters.names.canonical import find_model_container, strip_prefixes
 from converters.names.tied_weights import pick_owner
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
@@ -117,7 +117,7 @@ def _open(source: Source, name: str) -> Checkpoint:
         stored = read_index(folder, name, lambda file: _bare(file, load(file)))
     else:
         stored, optimizers, counted = split(load(folder.file(name)), where)
-    views = plain_names(stored, where=where)
+    views = strip_prefixes(stored, location=where)
     tensors: dict[str, Tensor] = {}
     for plain, view in views.items():
         with blame(root / name):
@@ -222,7 +222,7 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
             arrays.append(path)
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counted["step"] = value
-    container = model_container(list(found))
+    container = find_model_container(list(found))
     if container:  # beside a state dict without one, they are random states
         inside = (path for path in arrays if path[:-1] == container)
         lost = next((path for path in inside if not str(path[-1]).endswith("_extra_state")), None)

@@ -12,7 +12,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats.torch_save.optimizer import as_tensor, group_settings, groups_of, moment_shape
 from converters.formats.xla_fsdp.shards import Layout, join
 from converters.limits import MAX_GROUP_TENSOR
-from converters.names.index_keys import names_of_indices
+from converters.names.index_keys import map_indices_to_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,7 +121,7 @@ def _keys(
     if sum(map(len, indices)) < len(candidates):
         candidates = [(key, shape) for key, shape in candidates if not key.endswith(_FROZEN)]
     try:
-        return names_of_indices(indices, wanted, candidates, f"{where}: the optimizer")
+        return map_indices_to_names(indices, wanted, candidates, f"{where}: the optimizer")
     except OptimizerStateError:
         if not trainer or len(indices) != 2:
             raise
@@ -142,7 +142,7 @@ def _decayed(
     for group, bare in zip(indices, (False, True), strict=True):
         part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == bare]
         try:
-            keys |= names_of_indices([group], wanted, part, "")
+            keys |= map_indices_to_names([group], wanted, part, "")
         except OptimizerStateError:
             return None
     return keys

@@ -24,7 +24,7 @@ from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.formats.xla_fsdp.optimizer import read_optimizer
 from converters.formats.xla_fsdp.shards import Layout, join, read_layouts
-from converters.names.canonical import plain_names
+from converters.names.canonical import strip_prefixes
 from converters.storage.folder import Folder
 from converters.storage.places import map_ahead, names_in
 from converters.storage.store_errors import RemoteError
@@ -177,8 +177,10 @@ def _open(source: Source, folder: Folder) -> Checkpoint:
                 raise CheckpointError(f"{models[0].where}: two parameters are called {name!r}")
         if key in layouts:
             shapes[key] = value.shape
-    tensors = plain_names(stored, where=str(root))
-    plain = {raw: short for short, raw in plain_names({raw: raw for raw in stored}, where=str(root)).items()}
+    tensors = strip_prefixes(stored, location=str(root))
+    plain = {
+        raw: short for short, raw in strip_prefixes({raw: raw for raw in stored}, location=str(root)).items()
+    }
 
     def optimizer(_: Aliases) -> OptimizerState | None:
         if not optimizers:

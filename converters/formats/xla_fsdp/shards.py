@@ -10,7 +10,7 @@ from converters.containers.pickle_reader import format_value
 from converters.containers.torchzip import StoredTensor
 from converters.containers.untrusted import require_mapping, require_shape
 from converters.errors import CheckpointError, blame
-from converters.names.canonical import plain_name
+from converters.names.canonical import strip_wrappers
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Box, Tensor
@@ -191,7 +191,7 @@ def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         [Slice(view.source, view.offset, length * width) for view in (one.to_view() for one in stored)]
     )
     return {
-        name: Tensor.from_source(plain_name(name) + suffix, dtype, shape, run, start * width)
+        name: Tensor.from_source(strip_wrappers(name) + suffix, dtype, shape, run, start * width)
         for name, start, shape in layout.parts
     }
 
@@ -214,4 +214,4 @@ def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
             boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.to_view))
-    return Tensor(plain_name(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
+    return Tensor(strip_wrappers(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
