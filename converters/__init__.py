@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
-    from converters.quantization.dequantize import dequantized, dequantizes, quantization_of
-    from converters.quantization.quantize import layout_of, quantized, quantized_like
+    from converters.quantization.dequantize import (
+        can_dequantize,
+        dequantize_checkpoint,
+        read_quantization_config,
+    )
+    from converters.quantization.quantize import quantize_checkpoint, quantize_like_base, read_writable_config
     from converters.tensors.tensor import Tensor
     from converters.writers.safetensors_writer import write_adapter
     from converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
@@ -35,22 +39,22 @@ __all__ = [
     "Conversion",
     "OptimizerState",
     "Tensor",
+    "can_dequantize",
     "check_manifest",
     "convert",
-    "dequantized",
-    "dequantizes",
+    "dequantize_checkpoint",
     "find_adapter",
     "fingerprint",
     "item_checksums",
-    "layout_of",
     "manifest_entries",
     "manifest_text",
     "merge",
     "open_checkpoint",
-    "quantization_of",
-    "quantized",
-    "quantized_like",
+    "quantize_checkpoint",
+    "quantize_like_base",
     "read_pickled",
+    "read_quantization_config",
+    "read_writable_config",
     "write_adapter",
     "write_checkpoint",
     "write_dcp",

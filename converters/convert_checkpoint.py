@@ -381,7 +381,7 @@ class _Request:
 
     def _quantize(self, checkpoint: Checkpoint, adapter: Adapter | None) -> Checkpoint:
         """Quantize the weights with `--quantize` or `--quantize-like`."""
-        from converters.quantization.quantize import quantized, quantized_like
+        from converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 
         option = "--quantize" if self.quantize_like is None else "--quantize-like"
         conflicts = {
@@ -395,17 +395,17 @@ class _Request:
             raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
         with blame(option):
             if self.quantize is not None:
-                return quantized(checkpoint, self.quantize, dtype=self.dtype)
+                return quantize_checkpoint(checkpoint, self.quantize, dtype=self.dtype)
             assert self.quantize_like is not None
             base = open_checkpoint(model_from(self.quantize_like))
-            return quantized_like(checkpoint, base, dtype=self.dtype)
+            return quantize_like_base(checkpoint, base, dtype=self.dtype)
 
 
 def _dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    from converters.quantization.dequantize import dequantized
+    from converters.quantization.dequantize import dequantize_checkpoint
 
     with blame("--dequantize"):
-        return dequantized(checkpoint, dtype)
+        return dequantize_checkpoint(checkpoint, dtype)
 
 
 def _find_chosen_tag(checkpoint: Checkpoint, source: Place) -> str | None:

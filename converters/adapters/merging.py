@@ -23,7 +23,7 @@ from converters.errors import CheckpointError, CommandError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, has_ending
 from converters.numeric import np
-from converters.quantization.dequantize import quantization_of
+from converters.quantization.dequantize import read_quantization_config
 from converters.storage.safe_open import read_small_table
 from converters.tensors.computed import append_zero_rows
 from converters.tensors.dtypes import CASTABLE
@@ -143,7 +143,7 @@ def _check_base(on: BaseChanges) -> None:
     base, adapter = on.base, on.adapter
     if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
         raise CommandError(f"{base.root}: contains an adapter; give only the base model")
-    quantized = quantization_of(base)
+    quantized = read_quantization_config(base)
     if quantized is not None:
         method = printable(quantized.get("quant_method"))[:40]
         raise CommandError(

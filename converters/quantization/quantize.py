@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import CheckpointError, printable
-from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
+from converters.quantization.dequantize import ACTIVATIONS, KEY, read_block_size, read_quantization_config
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import Affine, apply_edits
@@ -50,21 +50,21 @@ class _Form(NamedTuple):
     """`quantization_config`, given the modules that stay floats."""
 
 
-def _scaled(suffix: str) -> Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]:
+def _make_byte_quantizer(suffix: str) -> Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]:
     return lambda weight, scheme: quantize_to_bytes(weight, scheme, weight.name + suffix)
 
 
-def _blocks_of_fp8(kept: list[str]) -> dict[str, Any]:
+def _build_fp8_config(excluded_modules: list[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": kept,
+        "modules_to_not_convert": excluded_modules,
     }
 
 
-def _compressed(
+def _make_compressed_tensors_config(
     form: str, bits: int, kind: str, strategy: str, *, group: int | None = None, tokens: bool = False
 ) -> Callable[[list[str]], dict[str, Any]]:
     """compressed-tensors' settings of its own presets: W8A8, W4A16, FP8_DYNAMIC, MXFP4A16."""
@@ -93,33 +93,35 @@ def _compressed(
 
 _FORMS = {
     "fp8-block": _Form(
-        QuantizationScheme("F8_E4M3", 128, 128, "inverse", "F32"), _scaled("_scale_inv"), _blocks_of_fp8
+        QuantizationScheme("F8_E4M3", 128, 128, "inverse", "F32"),
+        _make_byte_quantizer("_scale_inv"),
+        _build_fp8_config,
     ),
     "fp8": _Form(
         QuantizationScheme("F8_E4M3", 1, 0, "range"),
-        _scaled("_scale"),
-        _compressed("float-quantized", 8, "float", "channel", tokens=True),
+        _make_byte_quantizer("_scale"),
+        _make_compressed_tensors_config("float-quantized", 8, "float", "channel", tokens=True),
     ),
     "mxfp4": _Form(
         QuantizationScheme("FP4", 1, 32, "near", "U8"),
         quantize_to_fp4,
-        _compressed("mxfp4-pack-quantized", 4, "float", "group", group=32),
+        _make_compressed_tensors_config("mxfp4-pack-quantized", 4, "float", "group", group=32),
     ),
     "int8": _Form(
         QuantizationScheme("I8", 1, 0, "range"),
-        _scaled("_scale"),
-        _compressed("int-quantized", 8, "int", "channel", tokens=True),
+        _make_byte_quantizer("_scale"),
+        _make_compressed_tensors_config("int-quantized", 8, "int", "channel", tokens=True),
     ),
     "int4": _Form(
         QuantizationScheme("INT4", 1, 128, "range"),
         quantize_to_packed_rows,
-        _compressed("pack-quantized", 4, "int", "group", group=128),
+        _make_compressed_tensors_config("pack-quantized", 4, "int", "group", group=128),
     ),
 }
 """By the names of `converters.options.FORMS`."""
 
 
-def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
+def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
     """`checkpoint` with the weights of its linear layers as codes; the head and all else stay floats.
 
     A weight that the format's blocks do not divide stays as it is, as the format's own programs have it.
@@ -133,14 +135,14 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
         CheckpointError: it is quantized already, has no config.json, or no linear layer is known by its name.
     """
     chosen = _FORMS[form]
-    floats = _floats(checkpoint, dtype)
+    floats = _cast_tensors(checkpoint, dtype)
     if not read_small_table(checkpoint.companions.get("config.json")):
         raise CheckpointError(
             f"{checkpoint.root}: has no config.json, which says how weights are quantized; add --config-from"
         )
     tensors: dict[str, Tensor] = {}
     too_small: Tensor | None = None
-    kept, changed = {"lm_head"}, False  # also where it is tied, and in no file
+    excluded_modules, changed = {"lm_head"}, False  # also where it is tied, and in no file
     height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
     for name, tensor in floats.items():
         whole = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
@@ -157,7 +159,7 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
             )
         tensors[name] = tensor
         if len(tensor.shape) == 2 and name.endswith(".weight"):
-            kept.add(name.removesuffix(".weight"))
+            excluded_modules.add(name.removesuffix(".weight"))
     if not changed and too_small is not None:
         block = f"{height} x {width}" if height > 1 else f"{width} columns"
         raise CheckpointError(
@@ -169,10 +171,12 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
         raise CheckpointError(
             f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"
         )
-    return checkpoint.with_tensors(tensors, {KEY: chosen.settings(sorted(kept))}, checkpoint.companions)
+    return checkpoint.with_tensors(
+        tensors, {KEY: chosen.settings(sorted(excluded_modules))}, checkpoint.companions
+    )
 
 
-def quantized_like(
+def quantize_like_base(
     checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep", untouched: Collection[str] = ()
 ) -> Checkpoint:
     """`checkpoint` with the layout of `base`: the same weights as codes, and its `quantization_config`.
@@ -180,20 +184,20 @@ def quantized_like(
     Args:
         base: of FP8 (with blocks, for each output, or for the whole), MXFP4, or compressed-tensors' symmetric
             integers. Its scales of activations and the dtypes of what stays are taken over.
-        dtype: as of `quantized`.
+        dtype: as of `quantize_checkpoint`.
         untouched: Tensors whose codes are copied from `base`, because their values are the same.
 
     Raises:
         CheckpointError: `base` is not quantized so, or the two have other weights.
     """
-    settings = layout_of(base)
+    settings = read_writable_config(base)
     method = str(settings["quant_method"])
-    floats = _floats(checkpoint, dtype)
+    floats = _cast_tensors(checkpoint, dtype)
     tensors: dict[str, Tensor] = {}
     there = dict(base.tensors)
     for name, tensor in floats.items():
-        made = _like(name, tensor, there, settings, f"{base.root}: {KEY} of {method}")
-        for key, value in made.items():
+        codes = _quantize_like_weight(name, tensor, there, settings, f"{base.root}: {KEY} of {method}")
+        for key, value in codes.items():
             model = there.pop(key, None)
             if model is None or tuple(model.shape) != tuple(value.shape):
                 shape = "is not there" if model is None else f"has shape {list(model.shape)}"
@@ -206,13 +210,13 @@ def quantized_like(
     return checkpoint.with_tensors(tensors, {KEY: dict(settings)}, checkpoint.companions)
 
 
-def layout_of(base: Checkpoint) -> Mapping[str, Any]:
+def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     """The `quantization_config` of a model whose layout can be written.
 
     Raises:
         CheckpointError: it has none, or one that cannot be written here.
     """
-    settings = quantization_of(base)
+    settings = read_quantization_config(base)
     if settings is None:
         raise CheckpointError(f"{base.root}: is not quantized: its config.json has no {KEY}")
     method = settings.get("quant_method")
@@ -224,23 +228,25 @@ def layout_of(base: Checkpoint) -> Mapping[str, Any]:
     return settings
 
 
-def _like(
-    name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], where: str
+def _quantize_like_weight(
+    name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], location: str
 ) -> dict[str, Tensor]:
     """The tensors that `base` has for one weight."""
-    refused = [f"{name}_{what}" for what in ("zero_point", "g_idx", "global_scale", "scale_2")]
+    refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
-        raise CheckpointError(f"{where}: {printable(other)} comes from calibration data; use its own program")
-    if (held := base.get(f"{name}_packed")) is not None:
-        of_groups = base.get(f"{name}_scale", held)
+        raise CheckpointError(
+            f"{location}: {printable(other)} comes from calibration data; use its own program"
+        )
+    if (packed := base.get(f"{name}_packed")) is not None:
+        of_groups = base.get(f"{name}_scale", packed)
         width = weight.shape[-1] // max(1, of_groups.shape[-1] if of_groups.shape else 1)
-        if held.dtype == "U8":
+        if packed.dtype == "U8":
             return quantize_to_fp4(weight, QuantizationScheme("FP4", 1, width, "near", "U8"))
-        bits = 32 * held.shape[-1] // max(1, weight.shape[-1])
-        made = quantize_to_packed_rows(
+        bits = 32 * packed.shape[-1] // max(1, weight.shape[-1])
+        tensors = quantize_to_packed_rows(
             weight, QuantizationScheme(f"INT{bits}", 1, width, "range", of_groups.dtype)
         )
-        return {key: value for key, value in made.items() if key in base or not key.endswith("_shape")}
+        return {key: value for key, value in tensors.items() if key in base or not key.endswith("_shape")}
     if f"{name}_blocks" in base:
         return quantize_to_gpt_oss(weight, QuantizationScheme("FP4", 1, 32, "floor", "U8"))
     codes = base.get(name)
@@ -249,7 +255,7 @@ def _like(
     for suffix, rule in (("_scale_inv", "inverse"), ("_scale", "range")):
         if (scale := base.get(name + suffix)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
             rows, columns = weight.shape[-2:]
-            block = block_size(settings, where)
+            block = read_block_size(settings, location)
             if scale.numel == 1:
                 block = (0, 0)
             elif block is None:
@@ -257,12 +263,12 @@ def _like(
                 block = (-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
             scheme = QuantizationScheme(codes.dtype, *block, rule, scale.dtype)
             return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
-    raise CheckpointError(f"{where}: {printable(name)} is {codes.dtype}, and its scale is not there")
+    raise CheckpointError(f"{location}: {printable(name)} is {codes.dtype}, and its scale is not there")
 
 
-def _floats(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
+def _cast_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     """The tensors, cast."""
-    if quantization_of(checkpoint) is not None:
+    if read_quantization_config(checkpoint) is not None:
         raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
     target = parse_dtype(dtype)
     return {name: _cast(tensor, target) for name, tensor in checkpoint.tensors.items()}

@@ -127,7 +127,7 @@ def _open_model(
     elif publish is not None:
         model, untouched = publish(opened)
     if like is not None:
-        model = converters.quantized_like(model, like, untouched=untouched)
+        model = converters.quantize_like_base(model, like, untouched=untouched)
     return model
 
 
