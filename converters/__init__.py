@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from converters.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from converters.adapters.adapter import Adapter, find_adapter
+    from converters.adapters.adapter import StoredAdapter, find_adapter
     from converters.adapters.merging import merge
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.convert_checkpoint import Conversion, convert
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
 
 __all__ = [
-    "Adapter",
     "Checkpoint",
     "CheckpointError",
     "Conversion",
     "OptimizerState",
+    "StoredAdapter",
     "Tensor",
     "can_dequantize",
     "check_manifest",

@@ -30,7 +30,7 @@ from converters.writers.targets import is_single, planner
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.adapters.adapter import Adapter
+    from converters.adapters.adapter import StoredAdapter
     from converters.checkpoint import Checkpoint
     from converters.integrity import Problem
     from converters.storage.path_or_url import Place
@@ -277,7 +277,7 @@ class _Request:
 
     def _merge_or_extract_adapter(
         self, checkpoint: Checkpoint
-    ) -> tuple[Checkpoint, Adapter | None, Checkpoint]:
+    ) -> tuple[Checkpoint, StoredAdapter | None, Checkpoint]:
         """Merge or extract the adapter in the source, if there is one.
 
         Returns:
@@ -300,9 +300,9 @@ class _Request:
             return checkpoint, None, checkpoint
         config = None
         if self.adapter_config is not None:
-            from converters.adapters.config import given_config
+            from converters.adapters.config import find_config_file
 
-            config = given_config(self.adapter_config)
+            config = find_config_file(self.adapter_config)
         adapter = find_adapter(checkpoint, config=config, name=self.adapter_name)
         if adapter is None:
             if option is not None:
@@ -319,7 +319,7 @@ class _Request:
         return adapter.checkpoint, adapter, checkpoint
 
     def _merge(
-        self, checkpoint: Checkpoint, adapter: Adapter, base_path: Place
+        self, checkpoint: Checkpoint, adapter: StoredAdapter, base_path: Place
     ) -> tuple[Checkpoint, Checkpoint]:
         """Merge an adapter into its base model.
 
@@ -335,7 +335,7 @@ class _Request:
             resolve_links(place(self.source)),
         )
         if contains_base:
-            stored = adapter.base_inside().with_companions(self.given_companions or {})
+            stored = adapter.open_included_base().with_companions(self.given_companions or {})
         else:
             stored = open_checkpoint(base_path, companions=self.given_companions)
         base = stored if self.dequantize is None else _dequantize(stored, self.dequantize)
@@ -347,13 +347,13 @@ class _Request:
             )
         return merged, stored
 
-    def _read_base_config(self, adapter: Adapter) -> Mapping[str, Any]:
+    def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
         """Read the config of the model that an adapter was trained on."""
         from converters.storage.safe_open import read_small_table
 
         companions, path = self.given_companions, adapter.trained_config
-        if companions is None and path is None and adapter.config.base is not None:
-            companions = companions_from(adapter.config.base)
+        if companions is None and path is None and adapter.config.base_model is not None:
+            companions = companions_from(adapter.config.base_model)
         return read_small_table(path if companions is None else companions.get("config.json"))
 
     def _rename_tensors(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -379,7 +379,7 @@ class _Request:
             rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
         )
 
-    def _quantize(self, checkpoint: Checkpoint, adapter: Adapter | None) -> Checkpoint:
+    def _quantize(self, checkpoint: Checkpoint, adapter: StoredAdapter | None) -> Checkpoint:
         """Quantize the weights with `--quantize` or `--quantize-like`."""
         from converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 

@@ -191,7 +191,7 @@ def _adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if adapter is None:
         return None
     config = adapter.config
-    return {"type": config.type, "r": config.r, "alpha": config.alpha, "base": config.base}
+    return {"type": config.type, "r": config.r, "alpha": config.alpha, "base": config.base_model}
 
 
 def as_text(document: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ from converters.writers.plan import Part, Plan, PlannedFile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from converters.adapters.adapter import Adapter
+    from converters.adapters.adapter import StoredAdapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.writers.conversion import Choices
@@ -98,7 +98,7 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     return _plan(writer, entries)
 
 
-def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choices) -> Plan:
+def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices: Choices) -> Plan:
     """The plan of `--to gguf` for LoRA, as `llama-server --lora FILE` loads it.
 
     Args:
@@ -114,18 +114,24 @@ def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choi
     root, wanted, lora = adapter.root, _wanted(choices), adapter.config
     model = _model(config, root, "convert_lora_to_gguf.py")
     settings = settings_of(config, model, root)
-    if lora.type != "LORA" or lora.dora or lora.unsupported or adapter.replaced or lora.target_parameters:
+    if (
+        lora.type != "LORA"
+        or lora.dora
+        or lora.unsupported_setting
+        or adapter.replacements
+        or lora.target_parameters
+    ):
         raise CheckpointError(
             f"{root}: --to gguf takes plain LoRA of linear layers; write the merged model with --merge-into"
         )
     factors: dict[str, tuple[Tensor, Tensor, float]] = {}
     for module in adapter.modules:
-        pair = module.pair()
+        pair = module.get_lora_pair()
         if pair is None or pair[2] or ".experts." in module.path:
             raise CheckpointError(
                 f"{root}: {module.path}: --to gguf takes LoRA of linear layers; use --merge-into"
             )
-        factors[f"{module.path}.weight"] = pair[0], pair[1], lora.scaling(module.path)
+        factors[f"{module.path}.weight"] = pair[0], pair[1], lora.compute_scaling(module.path)
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     writer.add_type("adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Unpack
 
-    from converters.adapters.adapter import Adapter
+    from converters.adapters.adapter import StoredAdapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.tensors.entry import OutputTensor
@@ -94,7 +94,7 @@ def _sharding(entries: Sequence[OutputTensor]) -> dict[str, str]:
     return {INFO: json.dumps(table), "DCP_VERSION": "1.0"}
 
 
-def plan_adapter(adapter: Adapter, choices: Choices) -> Plan:
+def plan_adapter(adapter: StoredAdapter, choices: Choices) -> Plan:
     """The plan of `write_adapter`: one file, whatever `max_shard_size`."""
     checkpoint = adapter.checkpoint
     recorded = adapter.base_fingerprint
@@ -132,7 +132,7 @@ def _with_optimizer(
 
 
 def write_adapter(
-    adapter: Adapter,
+    adapter: StoredAdapter,
     out: str | Place,
     *,
     dtype: str = "keep",

@@ -21,7 +21,7 @@ from converters import (
     fingerprint,
     open_checkpoint,
 )
-from converters.adapters.names import PREFIX, part_of, replaced
+from converters.adapters.names import PREFIX, parse_name, parse_replacement
 from converters.adapters.patterns import Matcher, PatternError
 from converters.errors import printable
 from converters.similar_names import find_similar
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from converters import Tensor as StoredTensor
-    from converters.adapters.adapter import Adapter as StoredAdapter
+    from converters.adapters.adapter import StoredAdapter as StoredAdapter
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
@@ -171,7 +171,7 @@ class Adapter:
         lacking = sorted(self._files.values() - tensors.keys())
         unknown = sorted(tensors.keys() - self._files.values())
         # peft also saves an adapted embedding or head itself, since its rows may have been resized.
-        of_base = [key for key in unknown if replaced(key).name in self._names.values()]
+        of_base = [key for key in unknown if parse_replacement(key).name in self._names.values()]
         unknown = [printable(key) for key in unknown if key not in of_base]
         for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
             require(
@@ -203,7 +203,7 @@ class Adapter:
             raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
         tensors = found.checkpoint.tensors
         for key in of_base:
-            name, model = replaced(key).name, self._run.model.name_or_path
+            name, model = parse_replacement(key).name, self._run.model.name_or_path
             require(
                 _same(base.get(name), tensors[key]),
                 f"adapter.name_or_path: {folder} has a {name} of its own, which differs from that of "
@@ -784,7 +784,7 @@ def _base_names(model: PreTrainedModel, before: Mapping[int, str]) -> dict[str, 
 def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
     """For each trained tensor its name in peft's files."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name: (part_of(name) or replaced(name)).saved for name in trained}
+    return {name: (parse_name(name) or parse_replacement(name)).saved for name in trained}
 
 
 # -- frozen weights ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from converters import Adapter, Checkpoint
+    from converters import Checkpoint, StoredAdapter
     from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
     from converters.writers.writer_group import WriterGroup
@@ -69,7 +69,7 @@ def export(
             writes all files.
     """
     leads = group is None or group.number == 0
-    models: list[Checkpoint | Adapter] = []
+    models: list[Checkpoint | StoredAdapter] = []
 
     def prepare() -> str:
         if leads:
@@ -112,7 +112,7 @@ def _open_model(
     beside: Mapping[str, Path],
     average: bool,
     publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
-) -> Checkpoint | Adapter:
+) -> Checkpoint | StoredAdapter:
     """Open a checkpoint as the model or adapter to export. The arguments are those of :func:`export`."""
     opened = converters.open_checkpoint(checkpoint).with_companions(beside)
     if average:
@@ -131,9 +131,9 @@ def _open_model(
     return model
 
 
-def _write(model: Checkpoint | Adapter, out: Place, **options: Any) -> None:
+def _write(model: Checkpoint | StoredAdapter, out: Place, **options: Any) -> None:
     write: Any = converters.write_safetensors
-    if isinstance(model, converters.Adapter):
+    if isinstance(model, converters.StoredAdapter):
         write = converters.write_adapter
     write(model, out, **options)
 
