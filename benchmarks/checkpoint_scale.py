@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from isal import isal_zlib
 
-from converters import item_checksums, open_checkpoint
+from converters import open_checkpoint, read_item_checksums
 from converters.formats.dcp.checksums import CHECKSUMS
 from converters.writers.dcp_tables import (
     KeyEntry,
@@ -73,7 +73,7 @@ def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> Table:
     item = buffer.getvalue()
     file = f"__{rank}_0.distcp"
     (folder / file).write_bytes(item * len(keys))
-    (checksum,) = item_checksums(folder, [(file, 0, len(item))])
+    (checksum,) = read_item_checksums(folder, [(file, 0, len(item))])
     pieces = [
         WrittenPiece(entry.key, (rank, 0), (1, COLUMNS), number * len(item), len(item), checksum)
         for number, entry in enumerate(keys)

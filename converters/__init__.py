@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from converters.convert_checkpoint import Conversion, convert
     from converters.errors import CheckpointError
     from converters.fingerprints import fingerprint
-    from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
+    from converters.formats.dcp.checksums import read_item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
     from converters.quantization.dequantize import (
@@ -45,13 +45,13 @@ __all__ = [
     "dequantize_checkpoint",
     "find_adapter",
     "fingerprint",
-    "item_checksums",
     "manifest_entries",
     "manifest_text",
     "merge",
     "open_checkpoint",
     "quantize_checkpoint",
     "quantize_like_base",
+    "read_item_checksums",
     "read_pickled",
     "read_quantization_config",
     "read_writable_config",

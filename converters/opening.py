@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, CommandError
-from converters.formats import Detected, Source, detect, formats
+from converters.formats import CheckpointPath, Detected, detect, iter_formats
 from converters.names.canonical import is_number
 from converters.storage.completion_markers import INCOMPLETE
 from converters.storage.path_or_url import place
@@ -106,14 +106,14 @@ def read_pickled(path: str | Place) -> Any:
 def _locate(root: Place, tag: str | None) -> Detected:
     if not _whole(root):
         raise CheckpointError(_unfinished(root))
-    source = Source(root, tag)
+    source = CheckpointPath(root, tag)
     steps = _steps(root)
     if tag is not None and steps:
         matching = [
             step for number, step in steps if tag == step.name or (is_number(tag) and int(tag) == number)
         ]
         if matching:
-            source = Source(_inside(root, matching[0]))
+            source = CheckpointPath(_inside(root, matching[0]))
             found = detect(source) if _whole(source.path) else None
             if found is None:
                 raise CheckpointError(_why_not(source))
@@ -128,7 +128,7 @@ def _locate(root: Place, tag: str | None) -> Detected:
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
         if kind not in chosen:
-            found = detect(Source(_inside(root, step))) if _whole(step) else None
+            found = detect(CheckpointPath(_inside(root, step))) if _whole(step) else None
             if found is not None:
                 chosen[kind] = found
     if len(chosen) > 1:
@@ -138,7 +138,7 @@ def _locate(root: Place, tag: str | None) -> Detected:
         )
     if chosen:
         return next(iter(chosen.values()))
-    raise CheckpointError(_why_not(Source(steps[0][1]) if steps else source))
+    raise CheckpointError(_why_not(CheckpointPath(steps[0][1]) if steps else source))
 
 
 def _inside(root: Place, step: Place) -> Place:
@@ -175,12 +175,12 @@ def _steps(root: Place) -> list[tuple[int, Place]]:
     return sorted(steps, key=lambda step: (-step[0], step[1].name))
 
 
-def _why_not(source: Source) -> str:
+def _why_not(source: CheckpointPath) -> str:
     if not _whole(source.path):
         return _unfinished(source.path)
-    for known in formats():
+    for known in iter_formats():
         reason = known.incomplete(source)
         if reason:
             return reason
-    names = ", ".join(known.name for known in formats())
+    names = ", ".join(known.name for known in iter_formats())
     return f"{source.path}: no checkpoint of a known format here ({names})"

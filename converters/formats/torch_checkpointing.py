@@ -21,13 +21,13 @@ from converters.containers.pickle_reader import format_value, to_json_value, unp
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats import Format, Source
+from converters.formats import CheckpointPath, Format
 from converters.formats.dcp.optimizer import build_optimizer
-from converters.formats.fsdp_ranks.flat import Copies
-from converters.formats.fsdp_ranks.reader import Parts
+from converters.formats.fsdp_ranks.flat import RankCopies
+from converters.formats.fsdp_ranks.reader import RankParts
 from converters.formats.fsdp_ranks.sharded import Placed, Sharded, load, locate_part
 from converters.formats.safetensors import read_file
-from converters.formats.torch_save.reader import aliases_of, in_order
+from converters.formats.torch_save.reader import drop_aliases, find_aliases
 from converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
 from converters.names.canonical import assign_roles, strip_prefixes
 from converters.storage.folder import Folder
@@ -53,7 +53,7 @@ _DTENSOR = "DTensorShardingMetadata"
 _STEP = re.compile(r"step_0\.(pt|json)")
 
 
-class _Layout(NamedTuple):
+class _TensorLayout(NamedTuple):
     """Shape and placements of a tensor on a group of ranks.
 
     Attributes:
@@ -77,10 +77,10 @@ class _Item(NamedTuple):
     """
 
     files: dict[int, tuple[str, str]]
-    layouts: dict[KeyPath, list[tuple[frozenset[int], _Layout]]]
+    layouts: dict[KeyPath, list[tuple[frozenset[int], _TensorLayout]]]
 
 
-def _find(source: Source) -> Place | None:
+def _find(source: CheckpointPath) -> Place | None:
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in files_in(path) or not any(mentions(path / _METADATA, mark) for mark in _MARKS):
         return None
@@ -88,7 +88,7 @@ def _find(source: Source) -> Place | None:
     return path if is_part else None
 
 
-def _open(source: Source, path: Place) -> Checkpoint:
+def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     folder = Folder(path)
     world, items = _read_metadata(path)
     leaves: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
     keys = dict(zip(tensors, roles.model.values(), strict=True))
     views = {name: view for name, key in keys.items() if (view := _get_view(leaves[key])) is not None}
 
-    def optimizer(aliases: Aliases) -> OptimizerState | None:
+    def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:
             return None
         if len(roles.optimizers) > 1:
@@ -121,16 +121,16 @@ def _open(source: Source, path: Place) -> Checkpoint:
             tensors,
             lambda key, name: _read_state(leaves[key]),
             lambda key: _read_value(leaves[key]),
-            where=str(path),
-            order=in_order(tensors, aliases),
+            location=str(path),
+            order=drop_aliases(tensors, aliases),
         )
 
     return Checkpoint(
         format="torch-checkpointing",
         root=source.path,
         tensors=tensors,
-        aliases=aliases_of(views, tensors),
-        optimizer=optimizer,
+        aliases=find_aliases(views, tensors),
+        optimizer=open_optimizer,
         metadata={"world_size": world, **_read_step(folder), **trainer_metadata(path)},
         companions=find_companions(path),
     )
@@ -215,9 +215,9 @@ def _parse_path(text: Any) -> KeyPath:
     return tuple(parts)
 
 
-def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int], _Layout]]:
+def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int], _TensorLayout]]:
     """Read the layouts of a tensor, each with its ranks."""
-    layouts: list[tuple[frozenset[int], _Layout]] = []
+    layouts: list[tuple[frozenset[int], _TensorLayout]] = []
     seen: set[int] = set()
     for group in groups if isinstance(groups, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
@@ -230,7 +230,7 @@ def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int
     return layouts
 
 
-def _read_layout(name: Any, packed: Any) -> _Layout:
+def _read_layout(name: Any, packed: Any) -> _TensorLayout:
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
@@ -254,14 +254,14 @@ def _read_layout(name: Any, packed: Any) -> _Layout:
         raise CheckpointError(f"damaged, the mesh of {format_value(name)} does not list each rank once")
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
         raise CheckpointError(f"damaged, {format_value(name)} has no placements")
-    return _Layout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
+    return _TensorLayout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
 
 
 def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
     """Merge the files of all ranks.
 
     Returns:
-        The values of the item, keyed by path, with `Parts` and `Copies` for tensors.
+        The values of the item, keyed by path, with `RankParts` and `RankCopies` for tensors.
 
     Raises:
         CheckpointError: If a file is missing or contradicts `metadata.pkl` or the other ranks.
@@ -320,7 +320,7 @@ def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: s
     )
 
 
-def _get_layout(item: _Item, path: KeyPath, rank: int) -> _Layout | None:
+def _get_layout(item: _Item, path: KeyPath, rank: int) -> _TensorLayout | None:
     return next((layout for ranks, layout in item.layouts.get(path, ()) if rank in ranks), None)
 
 
@@ -377,34 +377,34 @@ def _add(merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, locat
     if isinstance(value, (Sharded, StoredTensor)):
         if path not in merged:
             previous = merged[path] = (
-                Parts(value, location) if isinstance(value, Sharded) else Copies(location)
+                RankParts(value, location) if isinstance(value, Sharded) else RankCopies(location)
             )
-        if not isinstance(previous, (Parts, Copies)):
+        if not isinstance(previous, (RankParts, RankCopies)):
             raise CheckpointError(f"{location} is a tensor only on some ranks")
         previous.add(value, rank)
     elif path not in merged:
         merged[path] = value
-    elif isinstance(previous, (Parts, Copies)) or to_json_value(previous) != to_json_value(value):
+    elif isinstance(previous, (RankParts, RankCopies)) or to_json_value(previous) != to_json_value(value):
         raise CheckpointError(f"{location} has other values on other ranks; the files are of two checkpoints")
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, (Parts, Copies))
+    return isinstance(leaf, (RankParts, RankCopies))
 
 
-def _get_view(leaf: Parts | Copies) -> StoredTensor | None:
+def _get_view(leaf: RankParts | RankCopies) -> StoredTensor | None:
     """Return the view of the storage of the first rank that holds elements of a sharded tensor."""
-    return leaf.view if isinstance(leaf, Parts) and isinstance(leaf.view, StoredTensor) else None
+    return leaf.view if isinstance(leaf, RankParts) and isinstance(leaf.view, StoredTensor) else None
 
 
 def _read_state(leaf: Any) -> Tensor | Scalar | None:
-    if isinstance(leaf, (Parts, Copies)):
-        return leaf.tensor()
+    if isinstance(leaf, (RankParts, RankCopies)):
+        return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
 
 
 def _read_value(leaf: Any) -> Any:
-    return leaf.tensor().tolist() if isinstance(leaf, (Parts, Copies)) else leaf
+    return leaf.to_tensor().tolist() if isinstance(leaf, (RankParts, RankCopies)) else leaf
 
 
 def _read_step(folder: Folder) -> dict[str, int]:

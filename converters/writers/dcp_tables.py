@@ -74,7 +74,7 @@ class WrittenPiece:
         sizes: Shape of the piece.
         offset: Position of the item in the file in bytes.
         length: Size of the item in the file in bytes.
-        checksum: CRC32 of the item, see `converters.item_checksums`.
+        checksum: CRC32 of the item, see `converters.read_item_checksums`.
     """
 
     key: str

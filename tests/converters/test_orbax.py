@@ -30,7 +30,7 @@ from converters.cli import main
 from converters.containers import ocdbt
 from converters.containers.crc32c import compute_crc32c
 from converters.containers.zarr import ChunkBudget, read_zarr
-from converters.formats.orbax.maxtext import maxtext_layout
+from converters.formats.orbax.maxtext import build_maxtext_layout
 from converters.storage import compressed
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
@@ -222,16 +222,18 @@ def assert_equal(made: dict[str, Tensor], wanted: dict[str, Array]) -> None:
 def test_maxtext_with_the_names_and_rows_of_transformers(kind: str, scanned: bool) -> None:
     arrays = model(kind, scanned=scanned)
     tensors = as_tensors(arrays)
-    layout = maxtext_layout({path: tensor.shape for path, tensor in tensors.items()}, config(kind), "here")
+    layout = build_maxtext_layout(
+        {path: tensor.shape for path, tensor in tensors.items()}, config(kind), "here"
+    )
     assert layout is not None
     made: dict[str, Tensor] = {}
     for path, tensor in tensors.items():
-        made |= layout.weights(path, tensor)
+        made |= layout.convert_weight(path, tensor)
     assert_equal(made, expected(kind, arrays, scanned=scanned))
     for power, moment in ((1, "mu"), (2, "nu")):
         made = {}
         for path, tensor in tensors.items():
-            made |= layout.moments(path, tensor, moment)
+            made |= layout.convert_moment(path, tensor, moment)
         assert_equal(made, expected(kind, arrays, scanned=scanned, power=power))
 
 
@@ -279,10 +281,10 @@ def test_a_config_or_model_that_does_not_fit_is_refused(
     change: dict[str, Any], shapes: dict[tuple[str, ...], Any], told: str
 ) -> None:
     whole = {path: tensor.shape for path, tensor in as_tensors(model("llama", scanned=True)).items()}
-    assert maxtext_layout(whole, {}, "here") is None
+    assert build_maxtext_layout(whole, {}, "here") is None
     held = {path: shape for path, shape in (whole | shapes).items() if shape is not None}
     with pytest.raises(CheckpointError, match=told):
-        maxtext_layout(held, config("llama", **change), "here")
+        build_maxtext_layout(held, config("llama", **change), "here")
 
 
 # -- chunks --------------------------------------------------------------------------------------------------

@@ -84,13 +84,13 @@ class _RankFile(Generic[F]):
         self._lock = Lock()
         self._content: Any = None
 
-    def tensor(self, path: Key) -> StoredTensor:
+    def get_tensor(self, path: Key) -> StoredTensor:
         """Return the tensor at a path; CheckpointError if the file is not like this rank's file."""
         with self._lock:
             if self._content is None:
                 file = self._read()
-                for what, value in file.records().items():
-                    check_same(file.where, what, value, self._own.records()[what])
+                for record, value in file.get_shared_records().items():
+                    check_same(file.where, record, value, self._own.get_shared_records()[record])
                 self._content = file.state if isinstance(file, OptimFile) else file.fragments
         value = self._content
         for key in path:
@@ -135,7 +135,7 @@ def defer_optim(
             used, other_used, size = lengths[group]
             shape = (other_used,) if shape == (used,) and used < size else shape
             shape = (other_used,) if path[0] == MASTERS else shape
-        return DeferredTensor(value, shape, partial(file.tensor, path))
+        return DeferredTensor(value, shape, partial(file.get_tensor, path))
 
     state = {key: defer(value, (key,)) for key, value in own.state.items()}
     if lengths is not None:
@@ -156,7 +156,7 @@ def defer_model(folder: Folder, name: str, own: ModelFile) -> ModelFile:
     """
     file = _RankFile(partial(read_model, folder, name), own)
     fragments: dict[str, StoredTensor] = {
-        key: DeferredTensor(value, value.shape, partial(file.tensor, (key,)))
+        key: DeferredTensor(value, value.shape, partial(file.get_tensor, (key,)))
         for key, value in own.fragments.items()
     }
     return replace(

@@ -24,7 +24,7 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from converters import item_checksums
+from converters import read_item_checksums
 from converters.writers.dcp_tables import WrittenPiece, build_table
 from portable.errors import one_line
 from portable.private import of_torch
@@ -65,7 +65,9 @@ def write_shards(
     plan = SavePlan([item for item, _ in items], storage_data=of_torch.storage_prefix(f"__{rank}_"))
     results = FileSystemWriter(folder, sync_files=True).write_data(plan, planner).wait()
     stored = [result.storage_data for result in results]
-    checksums = item_checksums(folder, [(info.relative_path, info.offset, info.length) for info in stored])
+    checksums = read_item_checksums(
+        folder, [(info.relative_path, info.offset, info.length) for info in stored]
+    )
     facts = {
         item.index: (() if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes), is_owned)
         for item, is_owned in items
