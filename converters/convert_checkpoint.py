@@ -25,7 +25,7 @@ from converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
 from converters.storage.path_or_url import make_absolute, place, resolve_links, suggest_path
 from converters.writers.conversion import Choices, carry_out, check_expansion
 from converters.writers.draft import check_output
-from converters.writers.targets import is_single, planner
+from converters.writers.targets import get_planner, is_single
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint
     from converters.integrity import Problem
     from converters.storage.path_or_url import Place
-    from converters.writers.plan import Plan
+    from converters.writers.plan import ConversionPlan
 
 # Do not report files that are not copied for one of these reasons, because users expect it.
 _EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
@@ -58,7 +58,7 @@ class Conversion:
     source: Place
     out: Place
     checkpoint: Checkpoint
-    plan: Plan
+    plan: ConversionPlan
     tag: str | None
     notes: tuple[str, ...]
     warning: str | None
@@ -234,7 +234,7 @@ class _Request:
     notes: list[str] = field(default_factory=list)
     problems: Sequence[Problem] = ()
 
-    def apply(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Callable[[], Plan]]:
+    def apply(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Callable[[], ConversionPlan]]:
         """Merge, dequantize, rename, and quantize as requested.
 
         Returns:
@@ -266,7 +266,7 @@ class _Request:
         # Weights that are quantized were already cast to --dtype.
         choices = Choices("keep" if quantizes else self.dtype, self.max_shard_size, self.optimizer)
         if adapter is None:
-            return checkpoint, functools.partial(planner(self.to), checkpoint, choices)
+            return checkpoint, functools.partial(get_planner(self.to), checkpoint, choices)
         if self.to == "gguf":
             from converters.writers.gguf_writer import plan_gguf_adapter
 
@@ -423,7 +423,7 @@ def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dic
     return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
 
 
-def _describe_losses(plan: Plan, dtype: str) -> list[str]:
+def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
     """Describe the values that a cast changed to infinity or zero."""
     losses = plan.losses
     if not losses.first:
@@ -451,7 +451,7 @@ def _describe_problems(problems: Sequence[Problem]) -> list[str]:
     ]
 
 
-def _describe_missing_config(plan: Plan, source: Place, out: str | Place, to: str) -> list[str]:
+def _describe_missing_config(plan: ConversionPlan, source: Place, out: str | Place, to: str) -> list[str]:
     """Explain why `from_pretrained` cannot load an output without a config."""
     if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
         return []
@@ -461,7 +461,7 @@ def _describe_missing_config(plan: Plan, source: Place, out: str | Place, to: st
     ]
 
 
-def _find_foreign_names(checkpoint: Checkpoint, plan: Plan, to: str) -> str | None:
+def _find_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
     """Return a warning if most tensor names do not belong to the model type in the config."""
     from converters.names.known_words import find_foreign_name
 

@@ -18,7 +18,7 @@ from converters.opening import open_checkpoint
 from converters.tensors.casting import BLOCK_BYTES
 from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Tensor
-from converters.writers.parallel import in_parallel
+from converters.writers.parallel import run_jobs
 
 if TYPE_CHECKING:
     import argparse
@@ -242,7 +242,7 @@ def statistics(tensors: Mapping[str, Tensor]) -> dict[str, Statistics]:
             progress(block.nbytes)
         tensors[name].release()
 
-    in_parallel((partial(one, name) for name in tensors), lambda _: None)
+    run_jobs((partial(one, name) for name in tensors), lambda _: None)
     return found
 
 
@@ -301,7 +301,7 @@ def compare(
         for side in both:
             side.release()
 
-    in_parallel((partial(one, name) for name in fit), lambda _: None)
+    run_jobs((partial(one, name) for name in fit), lambda _: None)
     apart = {
         name: known.document()
         for name, known in found.items()

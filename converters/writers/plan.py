@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from converters.tensors.casting import BLOCK_BYTES, CastLosses
 from converters.tensors.entry import OutputTensor
-from converters.writers.parallel import threads
+from converters.writers.parallel import count_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """Complete output of a conversion.
 
     Attributes:
@@ -93,7 +93,7 @@ class Plan:
     def buffer(self) -> int:
         """Peak memory used for tensor data while the plan is carried out, in bytes."""
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
-        return BLOCK_BYTES * (3 if casts else 1) * threads()
+        return BLOCK_BYTES * (3 if casts else 1) * count_threads()
 
 
 def count_bytes(part: Part) -> int:

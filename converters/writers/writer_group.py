@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.storage.path_or_url import Place
-    from converters.writers.plan import Plan, PlannedFile
+    from converters.writers.plan import ConversionPlan, PlannedFile
 
 
 class WriterGroup(Protocol):
@@ -64,7 +64,7 @@ def deal_files(files: Sequence[PlannedFile], size: int) -> list[list[PlannedFile
     return [[file for file in files if owners[file.name] == number] for number in range(size)]
 
 
-def compute_plan_digest(plan: Plan) -> str:
+def compute_plan_digest(plan: ConversionPlan) -> str:
     """Compute a digest of the names, tensors and literal bytes of a plan's files."""
     digest = hashlib.blake2b(digest_size=16)
     for file in plan.files:

@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     number, count = _part(given.get("part", "1/1"))
     out = place_of("--out", given["out"])
     with loading():
-        from converters.writers.parallel import cores
+        from converters.writers.parallel import count_cores
         from portable.adapters.settings import with_exports
         from portable.data.dataset import open_sources
         from portable.data.pretokenize import pretokenize
@@ -100,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
             found.context,
             source,
             place,
-            processes=given.get("processes", cores()),
+            processes=given.get("processes", count_cores()),
             part=(number - 1, count),
             progress=sys.stderr.isatty(),
         )

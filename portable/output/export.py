@@ -21,7 +21,7 @@ import converters
 from converters.errors import CheckpointError, printable
 from converters.storage.path_or_url import in_store
 from converters.storage.places import unused_name
-from converters.writers.replace_folder import recover, swap
+from converters.writers.replace_folder import recover_folder, swap
 from portable.errors import UserError, one_line
 from portable.optim.average import AVERAGE
 from portable.paths import storage_errors, sync_folder, write_durably
@@ -144,7 +144,7 @@ def recover_export(folder: Path) -> None:
     if not os.path.lexists(folder) and os.path.lexists(replaced):
         replaced.rename(folder)
     _retire(replaced, folder)
-    recover(new)  # the converter's partial files
+    recover_folder(new)  # the converter's partial files
     _delete(new)
 
 
@@ -165,13 +165,13 @@ def _put(new: Path, folder: Path) -> None:
 
 def _move_other_objects(folder: RemotePath) -> None:
     """Move objects that no export wrote to another folder, with a warning."""
-    from converters.writers.remote_draft import objects_of, written_in
+    from converters.writers.remote_draft import list_objects, read_written_objects
 
     folder.refresh()
     # If an export was killed near its end, only the names of its objects are known.
-    written = written_in(folder, EXPORTED)
+    written = read_written_objects(folder, EXPORTED)
     planned = {name for name, version in written.items() if version is None}
-    found = {name: version for name, version in objects_of(folder).items() if name not in planned}
+    found = {name: version for name, version in list_objects(folder).items() if name not in planned}
     reasons = {name: _difference(name, version, written) for name, version in found.items()}
     others = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
     if not others:

@@ -22,7 +22,7 @@ from converters.cli import main
 from converters.names.canonical import strip_prefixes
 from converters.storage.path_or_url import place
 from converters.writers import replace_folder as exchange_module
-from converters.writers.draft import FolderOutput, check_output, new_output
+from converters.writers.draft import FolderOutput, check_output, open_output
 from tests.converters.compare import error_of
 
 ROOT = Path(__file__).parents[2]
@@ -249,7 +249,7 @@ def test_the_source_is_not_replaced_under_another_name(
 
 
 def replace(target: Path, content: str) -> None:
-    with new_output(target, needed=0, overwrite=True) as output:
+    with open_output(target, needed=0, overwrite=True) as output:
         assert isinstance(output, FolderOutput)
         (output.folder / "config.json").write_text(content)
 

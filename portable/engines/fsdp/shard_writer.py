@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-    from converters.writers.dcp_tables import KeyEntry, Table
+    from converters.writers.dcp_tables import KeyEntry, RankTable
 
 _READ, _DONE, _FAILED = "read", "done", "failed"
 _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
@@ -48,7 +48,7 @@ def write_shards(
     items: Sequence[tuple[WriteItem, bool]],
     keys: Sequence[KeyEntry],
     planner: SavePlanner,
-) -> Table:
+) -> RankTable:
     """Write and fsync the shard file of a rank and its table.
 
     Args:
@@ -118,7 +118,7 @@ class WriterProcess:
         items: Sequence[tuple[WriteItem, bool]],
         keys: Sequence[KeyEntry],
         planner: SavePlanner,
-    ) -> Table:
+    ) -> RankTable:
         """Write the shard file and the table of a rank; see :func:`write_shards`.
 
         If ``items`` is the same object as for the file before, neither it nor ``keys`` is sent again.
@@ -136,7 +136,7 @@ class WriterProcess:
             while True:
                 kind, value = self.connection.recv()
                 if kind == _DONE:
-                    table: Table = value
+                    table: RankTable = value
                     return table
                 if kind == _FAILED:
                     raise OSError(value)
