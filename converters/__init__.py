@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.lazy import at_first_use
+from converters.lazy import make_lazy_getattr
 
 if TYPE_CHECKING:
     from converters.adapters.adapter import StoredAdapter, find_adapter
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.convert_checkpoint import Conversion, convert
     from converters.errors import CheckpointError
-    from converters.fingerprints import fingerprint
+    from converters.fingerprints import compute_fingerprint
     from converters.formats.dcp.checksums import read_item_checksums, write_shard_checksums
-    from converters.manifest import check_manifest, manifest_entries, manifest_text
+    from converters.manifest import check_manifest, compute_entries, format_manifest
     from converters.opening import open_checkpoint, read_pickled
     from converters.quantization.dequantize import (
         can_dequantize,
@@ -41,12 +41,12 @@ __all__ = [
     "Tensor",
     "can_dequantize",
     "check_manifest",
+    "compute_entries",
+    "compute_fingerprint",
     "convert",
     "dequantize_checkpoint",
     "find_adapter",
-    "fingerprint",
-    "manifest_entries",
-    "manifest_text",
+    "format_manifest",
     "merge",
     "open_checkpoint",
     "quantize_checkpoint",
@@ -62,4 +62,4 @@ __all__ = [
     "write_shard_checksums",
 ]
 
-__getattr__ = at_first_use(__name__)
+__getattr__ = make_lazy_getattr(__name__)

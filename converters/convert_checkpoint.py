@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.config_and_tokenizer_files import (
-    companions_from,
     find_custom_code,
     find_excluded_files,
     list_companion_names,
-    model_from,
+    locate_model,
+    resolve_companions,
 )
-from converters.errors import CommandError, blame
+from converters.errors import CommandError, prefix_errors
 from converters.integrity import NAMES_IN_MEMORY, check_complete
 from converters.opening import open_checkpoint
 from converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from converters.adapters.adapter import StoredAdapter
     from converters.checkpoint import Checkpoint
-    from converters.integrity import Problem
+    from converters.integrity import CheckpointProblem
     from converters.storage.path_or_url import Place
     from converters.writers.plan import ConversionPlan
 
@@ -143,11 +143,11 @@ def convert(
     _check_value("dequantize", dequantize, ("bfloat16", "float16", "float32"))
     _check_value("quantize", quantize, FORMS)
     _check_value("dtype", dtype, list(DTYPES))
-    source_path, out_path = model_from(str(source)), place(out)
+    source_path, out_path = locate_model(str(source)), place(out)
     single = is_single(to, out_path)
     if not source_path.exists():
         raise CommandError(f"{source_path}: no such file or folder{suggest_path(source_path)}")
-    models = [source_path] if merge_into is None else [source_path, model_from(str(merge_into))]
+    models = [source_path] if merge_into is None else [source_path, locate_model(str(merge_into))]
     if not dry_run:
         companions = () if config_from is None else list_companion_names(place(config_from))
         check_output(out_path, models, overwrite=overwrite, single=single, companions=companions)
@@ -168,7 +168,7 @@ def convert(
         partial=partial,
         trust_remote_code=trust_remote_code,
         models=models if config_from is None else [*models, place(config_from)],
-        given_companions=None if config_from is None else companions_from(str(config_from)),
+        given_companions=None if config_from is None else resolve_companions(str(config_from)),
     )
     checkpoint = open_checkpoint(source_path, tag, companions=request.given_companions)
     chosen_tag = _find_chosen_tag(checkpoint, source_path)
@@ -232,7 +232,7 @@ class _Request:
     models: Sequence[Place]
     given_companions: Mapping[str, Place] | None
     notes: list[str] = field(default_factory=list)
-    problems: Sequence[Problem] = ()
+    problems: Sequence[CheckpointProblem] = ()
 
     def apply(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Callable[[], ConversionPlan]]:
         """Merge, dequantize, rename, and quantize as requested.
@@ -353,7 +353,7 @@ class _Request:
 
         companions, path = self.given_companions, adapter.trained_config
         if companions is None and path is None and adapter.config.base_model is not None:
-            companions = companions_from(adapter.config.base_model)
+            companions = resolve_companions(adapter.config.base_model)
         return read_small_table(path if companions is None else companions.get("config.json"))
 
     def _rename_tensors(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -371,7 +371,7 @@ class _Request:
             return checkpoint
         config = None if self.given_companions is None else self.given_companions["config.json"]
         base = None if config is None else read_published_names(config)
-        with blame("--names"):
+        with prefix_errors("--names"):
             rules = find_name_rules(
                 checkpoint, base, lambda: {} if config is None else read_published_shapes(config)
             )
@@ -393,18 +393,18 @@ class _Request:
             raise CommandError(f"{option}: cannot be combined with {excluded}; leave out one of them")
         if adapter is not None:
             raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
-        with blame(option):
+        with prefix_errors(option):
             if self.quantize is not None:
                 return quantize_checkpoint(checkpoint, self.quantize, dtype=self.dtype)
             assert self.quantize_like is not None
-            base = open_checkpoint(model_from(self.quantize_like))
+            base = open_checkpoint(locate_model(self.quantize_like))
             return quantize_like_base(checkpoint, base, dtype=self.dtype)
 
 
 def _dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     from converters.quantization.dequantize import dequantize_checkpoint
 
-    with blame("--dequantize"):
+    with prefix_errors("--dequantize"):
         return dequantize_checkpoint(checkpoint, dtype)
 
 
@@ -442,7 +442,7 @@ def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
     return [f"not copied: {', '.join(f'{name} ({reason})' for name, reason in reported.items())}{hint}"]
 
 
-def _describe_problems(problems: Sequence[Problem]) -> list[str]:
+def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
     """Describe the problems of an incomplete model, except for names in memory, which `--names` handles."""
     return [
         str(problem) if problem.repaired else f"--partial: {problem}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState
 from converters.config_and_tokenizer_files import find_beside
 from converters.containers.shard_index import INDEX, SINGLE
-from converters.errors import OptimizerStateError, blame
+from converters.errors import OptimizerStateError, prefix_errors
 from converters.formats.safetensors import read_file
 from converters.formats.torchtitan import rename_from_torchtitan
 from converters.names.name_rules import (
@@ -154,7 +154,7 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
     live = are_live(checkpoint.tensors, rules)
     if not live and not rules.file_shapes:
         return checkpoint
-    with blame(checkpoint.root):
+    with prefix_errors(checkpoint.root):
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_files(shapes, rules)
     # Some models have the published names in memory too, so only the shapes of some tensors differ.
@@ -189,7 +189,7 @@ def rename_to_live(
     rules = find_name_rules(checkpoint) if rules is None else rules
     if rules is None or are_live(checkpoint.tensors, rules):
         return checkpoint
-    with blame(checkpoint.root):
+    with prefix_errors(checkpoint.root):
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_memory(shapes, rules, live)
     renaming = Renaming(rules.rules, write=False)
@@ -214,7 +214,7 @@ def _rename(
         A new `Checkpoint`.
     """
     tensors = checkpoint.tensors
-    with blame(checkpoint.root):
+    with prefix_errors(checkpoint.root):
         arranged = {
             name: build_arranged_tensor(name, values, tensors) for name, values in arrangements.items()
         }

@@ -20,7 +20,7 @@ from converters.adapters.names import (
 )
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_beside
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.numeric import np
 from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.tensors.dtypes import CASTABLE
@@ -201,7 +201,7 @@ class StoredAdapter:
         if config.type != "LORA" or config.unsupported_setting is not None:
             return  # its tensors may have any shapes; it is not merged
         for module in self.modules:
-            with blame(self.root):
+            with prefix_errors(self.root):
                 pair = module.get_lora_pair()
             if pair is None:
                 if module.find(TOKENS) is None:
@@ -284,7 +284,7 @@ def find_adapter(
     companions = {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
 
     def open_optimizer(_: Aliases) -> OptimizerState | None:
-        return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved.get)
+        return None if checkpoint.optimizer is None else checkpoint.optimizer.rename_parameters(saved.get)
 
     return StoredAdapter(
         Checkpoint(

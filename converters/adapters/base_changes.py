@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.adapters.base_names import BaseNames, Found, Region
 from converters.adapters.edits import Scale, is_same_edit
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.names.tied_weights import OTHER_HEAD, find_implied_ties, has_same_values
 from converters.numeric import np
 from converters.storage.safe_open import read_small_table
@@ -96,7 +96,7 @@ class BaseChanges:
         return find_implied_ties(self.base.tensors, self.base.aliases, self.base_config)
 
     def find(self, live: str) -> Found:
-        with blame(self.base.root):
+        with prefix_errors(self.base.root):
             match = self.names.find(live)
         if match is None:
             near = self.names.find_similar_name(live)

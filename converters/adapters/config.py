@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.patterns import Matcher, PatternError
-from converters.errors import CheckpointError, CommandError, printable
+from converters.errors import CheckpointError, CommandError, to_printable
 from converters.limits import MAX_COUNT, MAX_PATTERNS
 from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.storage.path_or_url import place
@@ -151,7 +151,7 @@ class StoredAdapterConfig:
         try:
             yield
         except PatternError as error:
-            raise CheckpointError(f"{self.path}: {key}: {printable(error)}") from None
+            raise CheckpointError(f"{self.path}: {key}: {to_printable(error)}") from None
 
 
 def _anchor_pattern(pattern: str) -> str:
@@ -189,7 +189,7 @@ def read_config(path: Place) -> StoredAdapterConfig:
         values = {"peft_type": kind, "target_modules": None, **values}
         reader = _ConfigReader(path, values)
     if kind not in TYPES:
-        shown = printable(kind)[:40]
+        shown = to_printable(kind)[:40]
         raise CheckpointError(f"{path}: peft_type {shown!r} is not supported ({', '.join(TYPES)} are)")
     common: dict[str, Any] = {
         "path": path,
@@ -206,7 +206,7 @@ def read_config(path: Place) -> StoredAdapterConfig:
         return StoredAdapterConfig(**common, tokens=dict.fromkeys(embeddings, indices))
     bias = values.get("bias") or "none"
     if bias not in _BIASES:
-        raise CheckpointError(f"{path}: bias {printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}")
+        raise CheckpointError(f"{path}: bias {to_printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}")
     return StoredAdapterConfig(
         **common,
         r=int(reader.read_number("r", values.get("r", 8), whole=True)),
@@ -233,7 +233,7 @@ class _ConfigReader:
         self.matcher = Matcher()
 
     def build_error(self, key: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key} is {printable(repr(value))[:60]}, not {wanted}")
+        return CheckpointError(f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {wanted}")
 
     def read_flag(self, key: str) -> bool:
         value = self.values.get(key)

@@ -19,8 +19,8 @@ from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, parse_name
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
-from converters.errors import CheckpointError, CommandError, blame, printable
-from converters.fingerprints import fingerprint
+from converters.errors import CheckpointError, CommandError, prefix_errors, to_printable
+from converters.fingerprints import compute_fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, has_ending
 from converters.numeric import np
 from converters.quantization.dequantize import read_quantization_config
@@ -118,11 +118,11 @@ def check_mergeable(adapter: StoredAdapter) -> None:
     """Refuse an adapter whose settings change what is added to a weight in ways not supported here."""
     config = adapter.config
     if (key := config.unsupported_setting) is not None:
-        raise CheckpointError(f"{config.path}: {printable(key)[:60]} is set, which cannot be merged here")
+        raise CheckpointError(f"{config.path}: {to_printable(key)[:60]} is set, which cannot be merged here")
     initial = config.values.get("init_lora_weights")
     if isinstance(initial, str) and CHANGES_BASE.fullmatch(initial):
         raise CheckpointError(
-            f"{config.path}: init_lora_weights is {printable(initial)[:40]!r}, which changes the base's "
+            f"{config.path}: init_lora_weights is {to_printable(initial)[:40]!r}, which changes the base's "
             "weights too; save the adapter with path_initial_model_for_weight_conversion"
         )
 
@@ -145,12 +145,12 @@ def _check_base(on: BaseChanges) -> None:
         raise CommandError(f"{base.root}: contains an adapter; give only the base model")
     quantized = read_quantization_config(base)
     if quantized is not None:
-        method = printable(quantized.get("quant_method"))[:40]
+        method = to_printable(quantized.get("quant_method"))[:40]
         raise CommandError(
             f"{base.root}: is quantized ({method}); give the model before quantization, or add --dequantize"
         )
     recorded = adapter.base_fingerprint
-    if recorded is not None and recorded != fingerprint(base):
+    if recorded is not None and recorded != compute_fingerprint(base):
         raise CommandError(
             f"{base.root}: is not the base of {adapter.root}, which was trained on other weights"
         )
@@ -250,7 +250,7 @@ def _apply_ia3(on: BaseChanges, module: AdapterModule) -> None:
 
 def _replace(on: BaseChanges, module: str, leaf: str, tensor: Tensor) -> None:
     live = f"{module}.{leaf}" if module else leaf
-    with blame(on.base.root):
+    with prefix_errors(on.base.root):
         parameter = on.names.find(live)
     if parameter is None:
         if not _is_saved(on, module):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.crc32c import compute_crc32c
 from converters.containers.pickle_reader import format_value
 from converters.containers.untrusted import require_shape
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.numeric import np
 from converters.storage.bytes import Memory, Slice, read_json
 from converters.storage.compressed import CODECS, Compressed
@@ -100,7 +100,7 @@ def read_zarr(
     """
     try:
         parsed = _parse_header(header, version)
-    except CheckpointError as error:  # not `blame`, which takes its time for 100,000 arrays
+    except CheckpointError as error:  # not `prefix_errors`, which takes its time for 100,000 arrays
         raise type(error)(f"{location}: {name}: {error.args[0]}") from None
     shape = parsed.shape
     grid = [-(-size // step) for size, step in zip(shape, parsed.chunk, strict=True)]
@@ -116,7 +116,7 @@ def read_zarr(
             return Tensor.from_source(name, parsed.dtype, shape, only.source)
         low = tuple(index * step for index, step in zip(position, parsed.chunk, strict=True))
         boxes += _build_boxes(parsed, value, low, f"{location}: {name}/{key}", budget)
-    with blame(location):
+    with prefix_errors(location):
         return Tensor(name, parsed.dtype, shape, boxes)
 
 
@@ -126,7 +126,7 @@ def _build_boxes(
     """The chunks within one stored value, which begins at `low`."""
     if value is None:
         budget.take(1, location)
-        with blame(location):
+        with prefix_errors(location):
             fill = Memory(_encode_fill_value(header.fill, header.dtype))
         return [Box(low, _clip_chunk(header.chunk, header.shape, low), View(fill, 0, (0,) * len(low)))]
     counts = [size // step for size, step in zip(header.chunk, header.inner, strict=True)]

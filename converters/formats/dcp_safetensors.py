@@ -14,9 +14,9 @@ import re
 from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.safetensors import read_file
 from converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes, strip_wrappers
@@ -68,7 +68,7 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
             size[:] = [max(n, start + count) for n, start, count in zip(size, low, part.shape, strict=True)]
             (whole,) = part.boxes or (None,)
             boxes.setdefault(key, []).append(Box(low, part.shape, whole.view if whole else _NOTHING))
-    with blame(path):
+    with prefix_errors(path):
         stored = {key: Tensor(key, *kinds[key], part_tensors) for key, part_tensors in boxes.items()}
     _check_consolidated(path, stored)
     roles = assign_roles(split_flat_keys(stored, location=location), frozenset(stored), location=location)
@@ -81,7 +81,7 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
         root=source.path,
         tensors=strip_prefixes({name: stored[key] for name, key in roles.model.items()}, location=location),
         optimizer=OptimizerState(state, [{"params": list(state)}]) if state else None,
-        metadata=trainer_metadata(path),
+        metadata=read_trainer_metadata(path),
         companions=find_companions(source.path),
     )
 

@@ -12,9 +12,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
-from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import check_one_model, find_companions, read_trainer_metadata
 from converters.containers.shard_index import ADAPTER, GROUPS, INDEX, OPTIMIZER, SINGLE, read_index
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.torch_save.reader import drop_aliases, open_optimizer_file
 from converters.limits import MAX_HEADER
@@ -92,7 +92,7 @@ def _open(source: CheckpointPath, name: str) -> Checkpoint:
         root=source.path,
         tensors=plain,
         optimizer=open_optimizer,
-        metadata={**({"header": extra} if extra else {}), **trainer_metadata(root)},
+        metadata={**({"header": extra} if extra else {}), **read_trainer_metadata(root)},
         companions=companions,
     )
 
@@ -141,7 +141,7 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     start = 8 + length
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Tensor] = {}
-    with blame(file.path):
+    with prefix_errors(file.path):
         for name, entry in header.items():
             dtype, shape, low, high = _read_entry(name, entry)
             if high - low != prod(shape) * get_itemsize(dtype):

@@ -16,11 +16,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from converters.containers.pickle_reader import format_value, to_json_value, unpickle
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.dcp.optimizer import build_optimizer
 from converters.formats.fsdp_ranks.flat import RankCopies
@@ -104,7 +104,7 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     )
     if not roles.model:
         raise CheckpointError(f"{path / _METADATA}: lists no tensors of a model")
-    with blame(path):
+    with prefix_errors(path):
         stored = {name: leaves[key].tensor() for name, key in roles.model.items()}
     tensors: dict[str, Tensor] = strip_prefixes(stored, location=str(path))
     keys = dict(zip(tensors, roles.model.values(), strict=True))
@@ -131,7 +131,7 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
         tensors=tensors,
         aliases=find_aliases(views, tensors),
         optimizer=open_optimizer,
-        metadata={"world_size": world, **_read_step(folder), **trainer_metadata(path)},
+        metadata={"world_size": world, **_read_step(folder), **read_trainer_metadata(path)},
         companions=find_companions(path),
     )
 
@@ -164,7 +164,7 @@ def _read_metadata(path: Place) -> tuple[int, dict[str, _Item]]:
         raise CheckpointError(f"{file}: damaged, world_size is {format_value(world)}")
     items: dict[str, _Item] = {}
     for name, entry in table["metadata"].items():
-        with blame(file):
+        with prefix_errors(file):
             if (item := _read_item(name, entry, world)).layouts:
                 items[name] = item
     if not items:

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.errors import CheckpointError, OptimizerStateError, printable
+from converters.errors import CheckpointError, OptimizerStateError, to_printable
 from converters.limits import MAX_COUNT, MAX_EXPERTS
 from converters.tensors.rearranged import permute_dims, permute_split_dims, select_index
 from converters.tensors.tensor import Tensor
@@ -191,7 +191,7 @@ class _Conversion:
         if match is None or expert is None or len(shape) != 3:
             return [self.rename(name)]
         if shape[0] > MAX_EXPERTS:
-            raise CheckpointError(f"{printable(name)}: {shape[0]} experts, but at most {MAX_EXPERTS}")
+            raise CheckpointError(f"{to_printable(name)}: {shape[0]} experts, but at most {MAX_EXPERTS}")
         prefix = f"model.layers.{self._get_layer(match)}.mlp.experts"
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
@@ -241,8 +241,8 @@ def _convert_optimizer(
                 and conversion.is_rearranged(name, shapes.get(name, ()))
             ):
                 raise OptimizerStateError(
-                    f"{printable(name)}: its optimizer state {printable(key)} does not have the shape of the "
-                    "parameter, so it cannot be converted; leave out the optimizer"
+                    f"{to_printable(name)}: its optimizer state {to_printable(key)} does not have the shape "
+                    "of the parameter, so it cannot be converted; leave out the optimizer"
                 )
             else:
                 converted = dict.fromkeys(new_names.get(name, [conversion.rename(name)]), value)
@@ -269,7 +269,7 @@ def _permute_rows(tensor: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head: the first row of every pair, and then the second row of every pair."""
     rows, *rest = tensor.shape
     if rows % (2 * heads):
-        raise CheckpointError(f"{printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")
+        raise CheckpointError(f"{to_printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")
     return permute_split_dims(
         tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest)))
     )

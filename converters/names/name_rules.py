@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -310,7 +310,7 @@ def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRule
         ) from None
     # Accept only the rules of the table, because matching an arbitrary regular expression may never finish.
     if not all(accepted):
-        pattern = printable(rules[accepted.index(False)].read.find)[:60]
+        pattern = to_printable(rules[accepted.index(False)].read.find)[:60]
         raise CheckpointError(
             f"{source}: contains the rule {pattern!r}, which this version does not support; remove the file "
             "to write the default names of the model type"

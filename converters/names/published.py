@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.limits import MAX_EXPERTS
 from converters.names.name_rules import Direction, Renaming, add_legacy_rules, reverse_rules, sort_naturally
 from converters.tensors.arranged import (
@@ -267,7 +267,7 @@ class _TensorGroup:
             CheckpointError: If the tensors cannot be rearranged.
         """
         arrays = dict(self.arrays)
-        with blame(context.name):
+        with prefix_errors(context.name):
             for operation in context.direction.operations:
                 function = _OPERATIONS.get(operation[0])
                 if function is None:

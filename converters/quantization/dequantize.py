@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 from converters.limits import MAX_JSON_TENSOR
 from converters.names.code_names import is_code
 from converters.options import DTYPES, is_unset
@@ -67,7 +67,7 @@ class _QuantizedWeights:
     def require_tensor(self, name: str, of: str) -> Tensor:
         tensor = self.left.pop(name, None)
         if tensor is None:
-            raise CheckpointError(f"{printable(of)}: quantized, and {printable(name)} is not there")
+            raise CheckpointError(f"{to_printable(of)}: quantized, and {to_printable(name)} is not there")
         return tensor
 
     def dequantize_scaled_bytes(self, *ends: str, block: tuple[int, int] | None = None) -> None:
@@ -101,7 +101,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     method = _get_method(settings)
     if method not in METHODS:
         raise CheckpointError(
-            f"{checkpoint.root}: {KEY}: quant_method {printable(repr(method))} is not one of "
+            f"{checkpoint.root}: {KEY}: quant_method {to_printable(repr(method))} is not one of "
             f"{', '.join(METHODS)}; dequantize it with the program that wrote it"
         )
     read, supported_keys = METHODS[method]
@@ -109,14 +109,16 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     defaults = _read_defaults()[method]
     used = {key for key, value in settings.items() if not is_unset(value) and value != defaults.get(key)}
     if unknown := sorted(used - supported_keys - _HARMLESS):
-        raise CheckpointError(f"{location}: {printable(unknown[0])} is not known, and may change the weights")
+        raise CheckpointError(
+            f"{location}: {to_printable(unknown[0])} is not known, and may change the weights"
+        )
     weights = _QuantizedWeights(checkpoint.tensors, str(DTYPES[dtype]))
     read(weights, settings, location)
     unquantized = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
     for name, tensor in unquantized.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
         if (codes and is_code(name, tensor, checkpoint.tensors)) or _OF_WEIGHTS.fullmatch(name):
-            raise CheckpointError(f"{location}: {printable(name)} belongs to no weight that is known")
+            raise CheckpointError(f"{location}: {to_printable(name)} belongs to no weight that is known")
     order = [*checkpoint.tensors, *weights.made]
     tensors = {
         name: (weights.made | unquantized)[name]
@@ -178,14 +180,14 @@ def read_block_size(settings: Mapping[str, Any], location: str) -> tuple[int, in
         and all(isinstance(n, int) and 0 < n < 1 << 30 for n in block)
     ):
         return block[0], block[1]
-    raise CheckpointError(f"{location}: weight_block_size {printable(repr(block))} is not two sizes")
+    raise CheckpointError(f"{location}: weight_block_size {to_printable(repr(block))} is not two sizes")
 
 
 def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
     """Refuse a value that changes what the stored codes mean."""
     if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
-        raise CheckpointError(f"{location}: {key} {printable(repr(settings[key]))} is not one of {values}")
+        raise CheckpointError(f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}")
 
 
 _COMPRESSED = (
@@ -253,15 +255,15 @@ def _dequantize_packed(weights: _QuantizedWeights, name: str, weight: str, bits:
         return
     shape_tensor = weights.require_tensor(f"{weight}_shape", name)
     if shape_tensor.dtype not in ("I64", "I32") or shape_tensor.shape != (2,):
-        raise CheckpointError(f"{printable(shape_tensor.name)}: does not hold two sizes")
+        raise CheckpointError(f"{to_printable(shape_tensor.name)}: does not hold two sizes")
     rows, columns = (int(size) for size in shape_tensor.read())
     width = packed.shape[-1] if packed.shape else 0
     # The number of bits is not written beside the weight; its shape tells it, or leaves one of the settings'.
     fitting = [n for n in range(1, 9) if n in bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
         raise CheckpointError(
-            f"{printable(name)}: shape {list(packed.shape)} holds no {rows} x {columns} codes "
-            f"of {' or '.join(sorted(printable(str(n)) for n in bits))} bits"
+            f"{to_printable(name)}: shape {list(packed.shape)} holds no {rows} x {columns} codes "
+            f"of {' or '.join(sorted(to_printable(str(n)) for n in bits))} bits"
         )
     zero = weights.pop_tensor(f"{weight}_zero_point")
     groups = weights.pop_tensor(f"{weight}_g_idx")
@@ -319,7 +321,7 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
         weight = f"{stem}.weight"
         form = weights.pop_tensor(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
-            raise CheckpointError(f"{printable(form.name)}: a layout of 8 bits for one kind of GPU")
+            raise CheckpointError(f"{to_printable(form.name)}: a layout of 8 bits for one kind of GPU")
         codes = weights.require_tensor(weight, name)
         weights.made[weight] = made.dequantize_bnb_8bit(weight, weights.dtype, codes, weights.left.pop(name))
 
@@ -335,7 +337,7 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
         float(state.get("nested_offset", 0.0))
         fields: dict[str, Any] = state
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise CheckpointError(f"{printable(tensor.name)}: is no state of bitsandbytes") from None
+        raise CheckpointError(f"{to_printable(tensor.name)}: is no state of bitsandbytes") from None
     return fields
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 from converters.quantization.dequantize import ACTIVATIONS, KEY, read_block_size, read_quantization_config
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
@@ -154,7 +154,7 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
             too_small = too_small or tensor
         if len(tensor.shape) > 2 and "expert" in name:
             raise CheckpointError(
-                f"{printable(name)}: a stack of experts, for which {form} has no names; "
+                f"{to_printable(name)}: a stack of experts, for which {form} has no names; "
                 "use --quantize-like with a model whose experts are quantized"
             )
         tensors[name] = tensor
@@ -164,7 +164,7 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
         block = f"{height} x {width}" if height > 1 else f"{width} columns"
         raise CheckpointError(
             f"{checkpoint.root}: {form} has blocks of {block}, and they divide no linear layer, such as "
-            f"{printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 or "
+            f"{to_printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 or "
             "int8, which have a scale for each row"
         )
     if not changed:
@@ -201,11 +201,11 @@ def quantize_like_base(
             model = there.pop(key, None)
             if model is None or tuple(model.shape) != tuple(value.shape):
                 shape = "is not there" if model is None else f"has shape {list(model.shape)}"
-                raise CheckpointError(f"{base.root}: {printable(key)} {shape}, not {list(value.shape)}")
+                raise CheckpointError(f"{base.root}: {to_printable(key)} {shape}, not {list(value.shape)}")
             tensors[key] = model if name in untouched else value
     for name, tensor in there.items():
         if not ACTIVATIONS.fullmatch(name):
-            raise CheckpointError(f"{checkpoint.root}: has no {printable(name)}, which {base.root} has")
+            raise CheckpointError(f"{checkpoint.root}: has no {to_printable(name)}, which {base.root} has")
         tensors[name] = tensor
     return checkpoint.with_tensors(tensors, {KEY: dict(settings)}, checkpoint.companions)
 
@@ -222,7 +222,7 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     method = settings.get("quant_method")
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
-            f"{base.root}: {KEY}: {printable(str(method))} needs calibration data; "
+            f"{base.root}: {KEY}: {to_printable(str(method))} needs calibration data; "
             "quantize with its own program"
         )
     return settings
@@ -235,7 +235,7 @@ def _quantize_like_weight(
     refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
         raise CheckpointError(
-            f"{location}: {printable(other)} comes from calibration data; use its own program"
+            f"{location}: {to_printable(other)} comes from calibration data; use its own program"
         )
     if (packed := base.get(f"{name}_packed")) is not None:
         of_groups = base.get(f"{name}_scale", packed)
@@ -263,7 +263,7 @@ def _quantize_like_weight(
                 block = (-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
             scheme = QuantizationScheme(codes.dtype, *block, rule, scale.dtype)
             return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
-    raise CheckpointError(f"{location}: {printable(name)} is {codes.dtype}, and its scale is not there")
+    raise CheckpointError(f"{location}: {to_printable(name)} is {codes.dtype}, and its scale is not there")
 
 
 def _cast_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import small_files
+from converters.config_and_tokenizer_files import prepare_companions
 from converters.errors import CheckpointError
 from converters.formats.dcp.reader import read_tensors
 from converters.names.tied_weights import OTHER_HEAD, find_implied_ties
@@ -83,7 +83,7 @@ def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     for alias, owner in {**_find_missing_aliases(checkpoint), **checkpoint.aliases}.items():
         owner_key, key = f"model.{owner}", f"model.{alias}"
         paths[key], positions[key], tensors[key] = ("model", alias), positions[owner_key], tensors[owner_key]
-    documents, companions = small_files(checkpoint, model)
+    documents, companions = prepare_companions(checkpoint, model)
     documents = {".metadata": encode_pickle(_build_metadata(tensors, paths, positions)), **documents}
     return ConversionPlan(tuple(files), documents, companions, read_tensors)
 

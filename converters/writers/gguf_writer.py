@@ -15,7 +15,7 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, printable
+from converters.errors import CheckpointError, CommandError, to_printable
 from converters.names.known_words import find_unknown_names
 from converters.names.model_config import check_fits
 from converters.numeric import np
@@ -73,7 +73,7 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     tensors = {entry.name: entry.tensor for entry in list_model_entries(checkpoint, "keep")}
     if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
         raise CheckpointError(
-            f"{root}: {printable(unknown[0])} is not a tensor name of transformers' "
+            f"{root}: {to_printable(unknown[0])} is not a tensor name of transformers' "
             f"{config['model_type']}, so the order of its rows is unknown; convert it with the program that "
             "wrote it"
         )

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, printable, redact
+from converters.errors import CheckpointError, CommandError, redact_credentials, to_printable
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, complete
 from converters.storage.listed import Object
 from converters.storage.object_store import abort_uploads, connections, part_bytes
@@ -171,7 +171,7 @@ class StoreOutput(StoreUploads):
         for name, object_ in there.items():
             if self._there.get(name) != object_:  # --overwrite did not cover it
                 raise CheckpointError(
-                    f"{printable(self._get_path(name))}: appeared while {self.folder} was being written; "
+                    f"{to_printable(self._get_path(name))}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
                 )
         if not self._single:
@@ -256,7 +256,7 @@ class UploadedFile:
         try:
             self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
         except Exception as error:  # the failure that led here matters more
-            _log.debug("%s: an upload was not discarded: %s", self.path, redact(str(error)))
+            _log.debug("%s: an upload was not discarded: %s", self.path, redact_credentials(str(error)))
 
     def get_piece(self, number: int) -> UploadedPiece:
         return UploadedPiece(self, number)

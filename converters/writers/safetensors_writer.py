@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.names import FINGERPRINT
-from converters.config_and_tokenizer_files import small_files
+from converters.config_and_tokenizer_files import prepare_companions
 from converters.containers.shard_index import ADAPTER, GROUPS, INFO, OFFSETS, OPTIMIZER, SINGLE
 from converters.errors import CheckpointError
 from converters.limits import MAX_HEADER
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = False) -> ConversionPlan:
     """The plan of `--to safetensors`; with `dcp`, of `--to dcp-safetensors`."""
     entries = list_model_entries(checkpoint, choices.dtype, aliases=dcp)
-    documents, companions = small_files(checkpoint, entries)
+    documents, companions = prepare_companions(checkpoint, entries)
     fixed_shards = {} if dcp else _assign_fixed_shards(checkpoint, entries)
     runs = list(fixed_shards.values()) or split_into_shards(entries, choices.max_shard_size)
     if len(runs) == 1 and not dcp:

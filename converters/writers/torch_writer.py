@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import small_files
+from converters.config_and_tokenizer_files import prepare_companions
 from converters.errors import CheckpointError
 from converters.tensors.entry import OutputTensor
 from converters.tensors.tensor import Tensor
@@ -45,7 +45,7 @@ def plan_torch(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
         optimizer = require_optimizer(checkpoint)
         values[OPTIMIZER] = _build_state_dict(optimizer, checkpoint.root)
     files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
-    return ConversionPlan(files, *small_files(checkpoint, entries), partial(reopen_tensors, values))
+    return ConversionPlan(files, *prepare_companions(checkpoint, entries), partial(reopen_tensors, values))
 
 
 def _build_state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import small_files
+from converters.config_and_tokenizer_files import prepare_companions
 from converters.errors import CheckpointError, CommandError, OptimizerStateError
 from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
 from converters.tensors.casting import parse_dtype
@@ -90,7 +90,7 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
         values[f"{tag}/{file}"] = _build_model_states(checkpoint, sized, tensors, total)
     files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
     written = [entry for file in files for entry in file.entries]
-    documents, companions = small_files(checkpoint, written)
+    documents, companions = prepare_companions(checkpoint, written)
     return ConversionPlan(
         files, {LATEST: tag.encode(), **documents}, companions, partial(reopen_tensors, values)
     )

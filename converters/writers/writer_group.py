@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Protocol
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,6 +101,6 @@ def check_size(path: Place, expected: int, actual: int | None) -> None:
     if actual != expected:
         state = "is missing" if actual is None else f"has {actual:,} bytes instead of {expected:,}"
         raise CheckpointError(
-            f"{printable(path)}: {state}, although another process has written it; give all processes the "
+            f"{to_printable(path)}: {state}, although another process has written it; give all processes the "
             "same file system, and write the output again"
         )

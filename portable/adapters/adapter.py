@@ -17,13 +17,13 @@ from converters import (
     Checkpoint,
     CheckpointError,
     OptimizerState,
+    compute_fingerprint,
     find_adapter,
-    fingerprint,
     open_checkpoint,
 )
 from converters.adapters.names import PREFIX, parse_name, parse_replacement
 from converters.adapters.patterns import Matcher, PatternError
-from converters.errors import printable
+from converters.errors import to_printable
 from converters.similar_names import find_similar
 from portable.adapters.initial import NAME, Rows, initial_values
 from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
@@ -172,7 +172,7 @@ class Adapter:
         unknown = sorted(tensors.keys() - self._files.values())
         # peft also saves an adapted embedding or head itself, since its rows may have been resized.
         of_base = [key for key in unknown if parse_replacement(key).name in self._names.values()]
-        unknown = [printable(key) for key in unknown if key not in of_base]
+        unknown = [to_printable(key) for key in unknown if key not in of_base]
         for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
             require(
                 not names,
@@ -265,7 +265,7 @@ class Adapter:
         require(
             not others,
             f"checkpoint.resume: {checkpoint.root} was trained with other target_modules or another r "
-            f"({printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
+            f"({to_printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
         )
 
         def optimizer(_: Any) -> OptimizerState | None:
@@ -295,7 +295,7 @@ class Adapter:
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
             values.pop(name, None)
         base = self.base
-        return {"config": values, "base": None if base is None else fingerprint(base)}
+        return {"config": values, "base": None if base is None else compute_fingerprint(base)}
 
     @cached_property
     def base(self) -> Checkpoint | None:

@@ -18,7 +18,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import converters
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 from converters.storage.path_or_url import in_store
 from converters.storage.places import unused_name
 from converters.writers.replace_folder import recover_folder, swap
@@ -180,7 +180,7 @@ def _move_other_objects(folder: RemotePath) -> None:
     for name in others:
         (folder / name).move_to(kept / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-    reason = printable(f"{folder}: {next(iter(others.values()))}{more}")
+    reason = to_printable(f"{folder}: {next(iter(others.values()))}{more}")
     tell(f"warning: {reason}; moved to {kept}")
 
 
@@ -195,7 +195,7 @@ def _retire(old: Path, folder: Path) -> None:
     kept = unused_name(folder.with_name(f"{folder.name}.kept"))
     old.rename(kept)
     sync_folder(folder.parent)
-    tell(f"warning: {printable(f'{folder}: {reason}')}; the old folder is now {kept}")
+    tell(f"warning: {to_printable(f'{folder}: {reason}')}; the old folder is now {kept}")
 
 
 def _not_exported(folder: Path) -> str | None:

@@ -14,10 +14,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, Scalar
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from converters.containers.pickle_reader import format_value
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.dcp.checksums import CHECKSUMS, is_metadata_file, list_metadata_files
 from converters.formats.dcp.metadata import (
@@ -125,7 +125,7 @@ def _open(source: CheckpointPath, folders: Sequence[Place]) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=open_optimizer,
-        metadata={**_build_metadata(folders), **trainer_metadata(source.path)},
+        metadata={**_build_metadata(folders), **read_trainer_metadata(source.path)},
         companions=find_companions(source.path),
         counters=lambda: _read_counters(roles.other, paths, entries, build_tensor),
     )
@@ -185,7 +185,7 @@ def _read_counters(
 def _build_tensor(entry: TensorEntry, name: str) -> Tensor:
     """The tensor of one key; its chunks are located at their first read."""
     boxes = build_boxes(entry)
-    with blame(entry.folder.path):
+    with prefix_errors(entry.folder.path):
         return Tensor(name, entry.dtype, entry.shape, boxes)
 
 
@@ -212,7 +212,7 @@ def build_boxes(entry: TensorEntry) -> list[Box]:
 
 def _build_sharded_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
     """Build the tensor of one key whose pieces are looked up in the tables when they are read."""
-    with blame(entry.folder.path):
+    with prefix_errors(entry.folder.path):
         return ShardedTensor(
             name, entry.dtype, entry.shape, partial(tables.find_boxes, entry.key, build_boxes)
         )

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from converters.containers.pickle_reader import Instance, build_getattr_standin, format_value, to_json_value
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.containers.untrusted import require_list, require_mapping, require_names, require_shape
@@ -421,7 +421,7 @@ def build_checkpoint(
 
     def open_renamed_optimizer(_: Aliases) -> OptimizerState | None:
         state = optimizer()
-        return None if state is None else state.renamed(short.get)
+        return None if state is None else state.rename_parameters(short.get)
 
     known_metadata = {"step": model.get_counter("global_steps"), "tag": folder.name, **metadata}
     return Checkpoint(
@@ -431,7 +431,7 @@ def build_checkpoint(
         aliases={alias: short[owner] for alias, owner in aliases.items()},
         optimizer=open_renamed_optimizer,
         metadata={
-            **trainer_metadata(root),
+            **read_trainer_metadata(root),
             **{key: value for key, value in known_metadata.items() if isinstance(value, (int, str))},
         },
         companions=find_companions(folder),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState
 from converters.containers.pickle_reader import to_json_value
 from converters.containers.untrusted import get_list, get_mapping
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.formats.deepspeed.checks import check_copies
 from converters.formats.deepspeed.rank_files import Weights, check_same
 from converters.limits import MAX_SETTINGS
@@ -128,7 +128,7 @@ class AutoTpLayout:
                     copies.setdefault(repr((box.offsets, sizes)), []).append(copy)
         for replicas in copies.values():
             check_copies(replicas, location)
-        with blame(self.where):
+        with prefix_errors(self.where):
             return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
 
 

@@ -18,7 +18,7 @@ from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import format_value, to_json_value
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.fsdp_ranks.flat import RankCopies, is_flat, read_flat
 from converters.formats.fsdp_ranks.sharded import Sharded, load, locate_parts
@@ -158,7 +158,7 @@ class _RankFiles:
             location = f"{self.where}: the optimizer"
             saved = self.merge_ranks("optim")
             order = drop_aliases(sharded or tensors, aliases)
-            with blame(self.folder.path):
+            with prefix_errors(self.folder.path):
                 if not is_flat(saved):
                     return read_optimizer(_build_tensors(saved, {}), tensors, order, location=location)
                 if replicas:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
 from converters.containers.torchzip import TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.dcp.checksums import list_metadata_files
 from converters.formats.dcp.reader import MEGATRONS, is_megatrons, read_tensors
@@ -52,7 +52,7 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     shape = read_shape(get_args(common), source.config or companions.get("config.json"), location)
     stored = read_tensors(path, source.build_once)
     merged: dict[str, Tensor] = {}
-    with blame(path):
+    with prefix_errors(path):
         for key, tensor in stored.items():
             name = to_local_key(key.removeprefix("model.").removeprefix("module."))
             match = _LAYERS.fullmatch(name)

@@ -17,7 +17,7 @@ from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import format_value, is_index
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
 from converters.formats.megatron import FILE, RANK, list_rank_folders
 from converters.formats.megatron.names import (
     MegatronShape,
@@ -133,7 +133,7 @@ class MegatronRanks:
         companions = find_companions(self.folder.path)
         first = self.contents[0, 0]
         shape = read_shape(get_args(first), source.config or companions.get("config.json"), self.where)
-        with blame(self.folder.path):
+        with prefix_errors(self.folder.path):
             merged = self._merge_ranks(shape)
             tensors = to_transformers(merged, shape, self.where)
         step = first.get("iteration")

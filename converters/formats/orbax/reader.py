@@ -19,7 +19,7 @@ from converters.config_and_tokenizer_files import find_companions
 from converters.containers.ocdbt import MANIFEST
 from converters.containers.pickle_reader import format_value
 from converters.containers.zarr import V3, ChunkBudget, read_zarr
-from converters.errors import CheckpointError, OptimizerStateError, blame, printable
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors, to_printable
 from converters.formats import CheckpointPath, Format
 from converters.formats.orbax.leaves import METADATA, explain_foreign_tree, is_tree, read_leaves
 from converters.formats.orbax.maxtext import MaxTextLayout, build_maxtext_layout, build_named_layout
@@ -106,7 +106,7 @@ class _OrbaxTree:
             _log.warning(
                 "warning: %s: zeros are read for chunks that are not stored (%s), since TensorStore leaves "
                 "out zeros; a lost file looks the same",
-                printable(self.where),
+                to_printable(self.where),
                 f"{self.absent:,}",
             )
         self.scalars = {
@@ -168,7 +168,7 @@ class _OrbaxTree:
         shapes = {path: array.shape for path, array in model.items()}
         layout = build_maxtext_layout(shapes, config, self.where) or build_named_layout(shapes, self.where)
         tensors: dict[str, Tensor] = {}
-        with blame(folder):
+        with prefix_errors(folder):
             for path, array in model.items():
                 tensors |= layout.convert_weight(path, array)
         step = self.read_number(("step",)) if ("step",) in self.scalars else None
@@ -188,7 +188,7 @@ class _OrbaxTree:
             return self._build_optimizer(moments, model, layout)
 
         def read_counters() -> Mapping[str, Scalar]:
-            with blame(folder):
+            with prefix_errors(folder):
                 return {".".join(path): self.read_number(path) for path in counters}
 
         return Checkpoint(
@@ -229,7 +229,7 @@ class _OrbaxTree:
                     f"{self.where}: {'.'.join(path)} is {list(array.shape)}, its parameter "
                     f"{list(model[owner].shape)}"
                 )
-            with blame(self.folder.path):
+            with prefix_errors(self.folder.path):
                 moments_by_name = layout.convert_moment(owner, array, moment)
                 count = (*path[:moment_index], "count")
                 step = self.read_number(count) if count in self.scalars else None

@@ -16,11 +16,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import check_one_model, find_companions, read_trainer_metadata
 from converters.containers.pickle_reader import Instance, format_value
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
 from converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX_VALUES
@@ -120,7 +120,7 @@ def _open(source: CheckpointPath, name: str) -> Checkpoint:
     views = strip_prefixes(stored, location=location)
     tensors: dict[str, Tensor] = {}
     for plain, view in views.items():
-        with blame(root / name):
+        with prefix_errors(root / name):
             tensors[plain] = as_tensor(view, plain)
     companions = find_companions(source.path)
 
@@ -139,7 +139,7 @@ def _open(source: CheckpointPath, name: str) -> Checkpoint:
         tensors=tensors,
         aliases=find_aliases(views, tensors),
         optimizer=open_optimizer,
-        metadata={**counted, **trainer_metadata(root)},
+        metadata={**counted, **read_trainer_metadata(root)},
         companions=companions,
         counters=lambda: {"step": counted["step"]} if "step" in counted else {},
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import to_json_value
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
 from converters.formats.torch_save.optimizer import (
     as_tensor,
     find_moment_shape,
@@ -190,7 +190,7 @@ def _to_comparable(value: Any, location: str) -> Any:
     """A small value in comparable form."""
     if not isinstance(value, StoredTensor):
         return to_json_value(value)
-    with blame(location):
+    with prefix_errors(location):
         tensor = as_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")

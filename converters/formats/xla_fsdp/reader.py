@@ -16,10 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.formats import CheckpointPath, Format
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.formats.xla_fsdp.optimizer import read_optimizer
@@ -201,7 +201,7 @@ def _open(source: CheckpointPath, folder: Folder) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=open_optimizer,
-        metadata={"world_size": models[0].world, **trainer_metadata(root)},
+        metadata={"world_size": models[0].world, **read_trainer_metadata(root)},
         companions=find_companions(source.path),
     )
 
@@ -224,7 +224,7 @@ def _build_tensors(
     for location, other in shards:
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
             raise CheckpointError(f"{location}: {str(key)!r} differs from rank 0")
-    with blame(shards[0][0]):
+    with prefix_errors(shards[0][0]):
         return {str(key): as_tensor(value, str(key))}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.pickle_reader import format_value
 from converters.containers.torchzip import StoredTensor
 from converters.containers.untrusted import require_mapping, require_shape
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.names.canonical import strip_wrappers
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import get_itemsize
@@ -180,7 +180,7 @@ def join(
                 f"on rank 0 {first.dtype} {list(first.shape)}"
             )
         stored.append(value)
-    with blame(location):
+    with prefix_errors(location):
         if len(first.shape) == 1:
             return _join_flat(layout, stored, key, suffix)
         return {layout.parts[0][0]: _join_rows(layout, stored, key, suffix)}
