@@ -83,7 +83,7 @@ def strip_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
 
 
 def find_plain_name(name: str, names: Container[str]) -> str:
-    """The plain name of a parameter that an optimizer names, without a prefix that `strip_prefixes` removed."""
+    """Return the name of a parameter of an optimizer, without a prefix that `strip_prefixes` removes."""
     plain = strip_wrappers(name)
     outer = plain.removeprefix(_PARALLEL)
     spellings = (plain, outer, plain.removeprefix(_HOLDER), outer.removeprefix(_HOLDER))

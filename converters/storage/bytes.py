@@ -114,7 +114,7 @@ class FileSpan:
         self._parts: list[tuple[int, int, int]] = []
 
     def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
-        """Fill `buffer` from byte `offset` of the span; adds itself to `touched` while its CRC is unchecked."""
+        """Fill `buffer` from byte `offset` of the span; adds itself to `touched` until its CRC is checked."""
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self.file.path}: {self.what or 'data'} is shorter than its tensor")
         wanted, end = self.offset + offset + len(buffer), self.offset + self.nbytes
