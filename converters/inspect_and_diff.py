@@ -1,4 +1,4 @@
-"""`portable-convert inspect SRC` and `run_diff A B`: what a checkpoint holds, and how two of them differ."""
+"""`portable-convert inspect SRC` and `diff A B`: what a checkpoint holds, and how two of them differ."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def compute_statistics(tensors: Mapping[str, Tensor]) -> dict[str, TensorStatist
 
 
 def run_diff(parser: Parser, argv: Sequence[str]) -> int:
-    """Run `portable-convert run_diff`; returns 0 where the checkpoints hold the same, else 1."""
+    """Run `portable-convert diff`; returns 0 where the checkpoints hold the same, else 1."""
     arguments = parser(
         prog="portable-convert diff",
         description="Compare the tensors of two checkpoints of any formats, value by value.",

@@ -401,7 +401,7 @@ def dequantize_awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor
     Args:
         parts: `qweight` (inputs, outputs / 8), `qzeros` (groups, outputs / 8), `scales` (groups, outputs).
 
-    Source: AutoAWQ `dequantize_awq/utils/packing_utils.py`.
+    Source: AutoAWQ `awq/utils/packing_utils.py`.
     """
     weight, zeros, scales = (parts[key] for key in ("qweight", "qzeros", "scales"))
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)

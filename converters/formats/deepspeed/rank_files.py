@@ -151,7 +151,7 @@ def load(folder: Folder, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One `*_build_model_states.pt`.
+    """One `*_model_states.pt`.
 
     Attributes:
         module: the state dict; empty where a pipeline's layers have files of their own (`pipeline`).
