@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from isal import isal_zlib
 
-from converters import item_checksums, open_checkpoint
+from converters import open_checkpoint, read_item_checksums
 from converters.formats.dcp.checksums import CHECKSUMS
 from converters.writers.dcp_tables import (
     KeyEntry,
@@ -52,7 +52,7 @@ from converters.writers.dcp_tables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from converters.writers.dcp_tables import Table
+    from converters.writers.dcp_tables import RankTable
 
 COLUMNS = 4
 
@@ -66,14 +66,14 @@ def list_keys(parameters: int, ranks: int) -> list[KeyEntry]:
     return [KeyEntry(".".join(map(str, path)), path, "F32", shape) for path in paths]
 
 
-def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> Table:
+def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
     """Write the shard file and the table of one rank; each value is the number of the rank."""
     buffer = io.BytesIO()
     torch.save(torch.full((1, COLUMNS), float(rank)), buffer)
     item = buffer.getvalue()
     file = f"__{rank}_0.distcp"
     (folder / file).write_bytes(item * len(keys))
-    (checksum,) = item_checksums(folder, [(file, 0, len(item))])
+    (checksum,) = read_item_checksums(folder, [(file, 0, len(item))])
     pieces = [
         WrittenPiece(entry.key, (rank, 0), (1, COLUMNS), number * len(item), len(item), checksum)
         for number, entry in enumerate(keys)
@@ -83,7 +83,7 @@ def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> Table:
     return table
 
 
-def write_metadata(folder: Path, tables: list[Table]) -> int:
+def write_metadata(folder: Path, tables: list[RankTable]) -> int:
     """Write ``.metadata`` and the index as rank 0 does, and return the size of ``.metadata``."""
     crc32 = nbytes = 0
     with (folder / ".metadata").open("wb") as file:
@@ -139,7 +139,7 @@ def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tupl
     return float(output[0]), float(output[1])
 
 
-def write_empty_rank(folder: Path, table: Table, rank: int) -> Table:
+def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
     """Write an empty shard file and table for a rank, and list the table as large as another."""
     record = table.record
     boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

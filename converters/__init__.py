@@ -10,47 +10,51 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.lazy import at_first_use
+from converters.lazy import make_lazy_getattr
 
 if TYPE_CHECKING:
-    from converters.adapters.adapter import Adapter, find_adapter
+    from converters.adapters.adapter import StoredAdapter, find_adapter
     from converters.adapters.merging import merge
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.convert_checkpoint import Conversion, convert
     from converters.errors import CheckpointError
-    from converters.fingerprints import fingerprint
-    from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
-    from converters.manifest import check_manifest, manifest_entries, manifest_text
+    from converters.fingerprints import compute_fingerprint
+    from converters.formats.dcp.checksums import read_item_checksums, write_shard_checksums
+    from converters.manifest import check_manifest, compute_entries, format_manifest
     from converters.opening import open_checkpoint, read_pickled
-    from converters.quantization.dequantize import dequantized, dequantizes, quantization_of
-    from converters.quantization.quantize import layout_of, quantized, quantized_like
+    from converters.quantization.dequantize import (
+        can_dequantize,
+        dequantize_checkpoint,
+        read_quantization_config,
+    )
+    from converters.quantization.quantize import quantize_checkpoint, quantize_like_base, read_writable_config
     from converters.tensors.tensor import Tensor
     from converters.writers.safetensors_writer import write_adapter
     from converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
 
 __all__ = [
-    "Adapter",
     "Checkpoint",
     "CheckpointError",
     "Conversion",
     "OptimizerState",
+    "StoredAdapter",
     "Tensor",
+    "can_dequantize",
     "check_manifest",
+    "compute_entries",
+    "compute_fingerprint",
     "convert",
-    "dequantized",
-    "dequantizes",
+    "dequantize_checkpoint",
     "find_adapter",
-    "fingerprint",
-    "item_checksums",
-    "layout_of",
-    "manifest_entries",
-    "manifest_text",
+    "format_manifest",
     "merge",
     "open_checkpoint",
-    "quantization_of",
-    "quantized",
-    "quantized_like",
+    "quantize_checkpoint",
+    "quantize_like_base",
+    "read_item_checksums",
     "read_pickled",
+    "read_quantization_config",
+    "read_writable_config",
     "write_adapter",
     "write_checkpoint",
     "write_dcp",
@@ -58,4 +62,4 @@ __all__ = [
     "write_shard_checksums",
 ]
 
-__getattr__ = at_first_use(__name__)
+__getattr__ = make_lazy_getattr(__name__)

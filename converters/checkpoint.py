@@ -7,7 +7,7 @@ from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.names.model_config import override_settings
 from converters.names.tied_weights import resolve_ties
 from converters.storage.safe_open import read_small_table
@@ -58,7 +58,7 @@ class OptimizerState:
             self._groups_or_loader = self._groups_or_loader()
         return self._groups_or_loader
 
-    def renamed(self, new_name: Callable[[str], str | None]) -> OptimizerState:
+    def rename_parameters(self, new_name: Callable[[str], str | None]) -> OptimizerState:
         """Return a copy of the optimizer state with its parameters renamed.
 
         If several parameters map to the same new name, the parameter that already had this name takes
@@ -181,7 +181,7 @@ class Checkpoint:
         aliases = self.aliases
         if optimizer is None or aliases.keys().isdisjoint(optimizer.state):
             return optimizer
-        return optimizer.renamed(lambda name: aliases.get(name, name))
+        return optimizer.rename_parameters(lambda name: aliases.get(name, name))
 
     @cached_property
     def counters(self) -> Mapping[str, Scalar]:
@@ -317,5 +317,5 @@ class Checkpoint:
         if not self._should_resolve_ties:
             return dict(self._stored_tensors), {}
         config = self.companions.get("config.json")
-        with blame(self.root):
+        with prefix_errors(self.root):
             return resolve_ties(self._stored_tensors, self._recorded_aliases, config)

@@ -14,9 +14,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from converters.commands import BY_SIGNAL, DAMAGED, DONE, REFUSED, ShowVersion, command, exit_codes
-from converters.console import complain, fitted, say
-from converters.errors import CheckpointError, CommandError, printable
+from converters.commands import BY_SIGNAL, DAMAGED, DONE, REFUSED, ShowVersion, format_exit_codes, wrap_main
+from converters.console import print_error, print_line, wrap_lines
+from converters.errors import CheckpointError, CommandError, to_printable
 from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, WRITERS
 
 if TYPE_CHECKING:
@@ -69,18 +69,18 @@ then:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class _ConvertParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{message} (see portable-convert --help)")
 
 
-def parser_of() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build the argument parser of `portable-convert`."""
-    parser = _Parser(
+    parser = _ConvertParser(
         prog="portable-convert",
         usage=_USAGE,
         description=_DESCRIPTION,
-        epilog=_EXAMPLES + exit_codes(DONE, REFUSED, DAMAGED, BY_SIGNAL),
+        epilog=_EXAMPLES + format_exit_codes(DONE, REFUSED, DAMAGED, BY_SIGNAL),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -122,7 +122,7 @@ def parser_of() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-shard-size",
-        type=_size,
+        type=_parse_size,
         default=5 * 10**9,
         metavar="SIZE",
         help="maximum size of a shard: 5GB (default), 500MB, 2GiB, or bytes",
@@ -183,7 +183,7 @@ def parser_of() -> argparse.ArgumentParser:
     return parser
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
     if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
@@ -191,29 +191,29 @@ def _size(text: str) -> int:
     return max(1, int(float(match[1]) * unit))
 
 
-@command
+@wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `portable-convert`; returns an exit code of `converters.commands.EXIT_CODES`."""
     previous = None
     try:
-        given = sys.argv[1:] if argv is None else list(argv)
+        arguments = sys.argv[1:] if argv is None else list(argv)
         if argv is None:  # this process runs nothing else, so its settings may change
             # A checkpoint may have 100,000 tensors, and each collection would visit all of them.
             gc.set_threshold(1_000_000)
             # The threads of a conversion multiply in parallel, so OpenBLAS's own threads would only compete
             # with them for the cores. NumPy reads the variable when it is imported, which is later.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        if given[:1] and given[0] in _LOOKING:
-            return _look(given)
-        options = parser_of().parse_args(given)
+        if arguments[:1] and arguments[0] in _LOOKING:
+            return _run_subcommand(arguments)
+        options = build_parser().parse_args(arguments)
         with contextlib.suppress(ValueError):  # not the main thread: signals cannot be handled here
-            previous = signal.signal(signal.SIGTERM, _terminated)
+            previous = signal.signal(signal.SIGTERM, _exit_on_sigterm)
         return _convert(options)
     except CheckpointError as error:
-        return _report(error, as_json="--json" in given)
+        return _report(error, as_json="--json" in arguments)
     except RecursionError:
-        reason = f"{given[-1] if given else ''}: nested too deeply"
-        return _report(CheckpointError(reason), as_json="--json" in given)
+        reason = f"{arguments[-1] if arguments else ''}: nested too deeply"
+        return _report(CheckpointError(reason), as_json="--json" in arguments)
     finally:
         if previous is not None:
             signal.alarm(0)
@@ -222,22 +222,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: CheckpointError, *, as_json: bool) -> int:
     """Print an error on standard error and, with `--json`, also as JSON on standard output."""
-    message = printable(error)
+    message = to_printable(error)
     if as_json:
-        say(json.dumps({"error": message, "exit_code": error.exit_code}, indent=1))
-    complain(f"error: {message}")
+        print_line(json.dumps({"error": message, "exit_code": error.exit_code}, indent=1))
+    print_error(f"error: {message}")
     return error.exit_code
 
 
-def _look(given: list[str]) -> int:
+def _run_subcommand(arguments: list[str]) -> int:
     """Run `inspect` or `diff`, which write nothing."""
     from converters import inspect_and_diff
 
-    command: Callable[..., int] = getattr(inspect_and_diff, given[0])
-    return command(partial(_Parser, allow_abbrev=False), given[1:])
+    command: Callable[..., int] = getattr(inspect_and_diff, arguments[0])
+    return command(partial(_ConvertParser, allow_abbrev=False), arguments[1:])
 
 
-def _terminated(signum: int, frame: object) -> NoReturn:
+def _exit_on_sigterm(signum: int, frame: object) -> NoReturn:
     # An exception, so that the temporary folder is removed. If clean-up hangs, SIGALRM ends the process and
     # the next conversion removes the folder.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -258,17 +258,17 @@ def _convert(options: argparse.Namespace) -> int:
         **{name: value for name, value in vars(options).items() if name not in printed},
     )
     if options.json:
-        say(_format_json(conversion, options))
+        print_line(_format_json(conversion, options))
     elif options.dry_run:
-        say(_describe(conversion, to=options.to))
+        print_line(_describe(conversion, to=options.to))
     elif not options.quiet:
-        say(fitted(_summarize(conversion, verified=options.verify), sys.stdout))
+        print_line(wrap_lines(_summarize(conversion, verified=options.verify), sys.stdout))
         if conversion.warning is not None:
-            complain(f"warning: {printable(conversion.warning)}")
-        elif (loader := _loader(conversion, options)) is not None:
-            say(fitted(f"  load it with {printable(loader)}", sys.stdout))
+            print_error(f"warning: {to_printable(conversion.warning)}")
+        elif (loader := _format_load_hint(conversion, options)) is not None:
+            print_line(wrap_lines(f"  load it with {to_printable(loader)}", sys.stdout))
     for note in () if options.quiet else conversion.notes:
-        complain(f"note: {printable(note)}")
+        print_error(f"note: {to_printable(note)}")
     return 0
 
 
@@ -322,33 +322,35 @@ def _summarize(conversion: Conversion, *, verified: bool) -> str:
     dtypes = sorted({TO_TORCH[entry.dtype] for entry in entries})
     written = [
         "1 tensor" if len(entries) == 1 else f"{len(entries)} tensors",
-        _bytes(plan.nbytes) + (f" in {len(plan.files)} files" if len(plan.files) > 1 else ""),
+        _format_bytes(plan.nbytes) + (f" in {len(plan.files)} files" if len(plan.files) > 1 else ""),
         " and ".join(dtypes),
     ]
     checked = "\n  compared with the source" if verified else ""
-    return printable(f"{', '.join(source)} → {conversion.out}: {', '.join(filter(None, written))}") + checked
+    return (
+        to_printable(f"{', '.join(source)} → {conversion.out}: {', '.join(filter(None, written))}") + checked
+    )
 
 
-def _loader(conversion: Conversion, options: argparse.Namespace) -> str | None:
+def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> str | None:
     """How to load what was written, if a library does; from an object store, after a copy."""
     from converters.storage.path_or_url import is_url
 
     plan, out = conversion.plan, conversion.out
     if options.to != "safetensors" or not plan.names & {"config.json", ADAPTER_CONFIG}:
         return None
-    where = out.name if is_url(str(out)) else options.out
+    location = out.name if is_url(str(out)) else options.out
     if ADAPTER_CONFIG in plan.names:
-        loader = f'PeftModel.from_pretrained(base, "{where}")'
+        loader = f'PeftModel.from_pretrained(base, "{location}")'
     else:
         try:
-            found = json.loads((out / "config.json").read_bytes())["architectures"][0]
+            architecture = json.loads((out / "config.json").read_bytes())["architectures"][0]
         except (ValueError, LookupError, TypeError, RecursionError):
-            found = None
-        name = found if isinstance(found, str) and found.isidentifier() else "AutoModel"
-        loader = f'transformers.{name}.from_pretrained("{where}")'
-    if where == options.out:
+            architecture = None
+        name = architecture if isinstance(architecture, str) and architecture.isidentifier() else "AutoModel"
+        loader = f'transformers.{name}.from_pretrained("{location}")'
+    if location == options.out:
         return loader
-    return f"portable-convert {shlex.quote(options.out)} {shlex.quote(where)}, then {loader}"
+    return f"portable-convert {shlex.quote(options.out)} {shlex.quote(location)}, then {loader}"
 
 
 def _describe(conversion: Conversion, *, to: str) -> str:
@@ -364,21 +366,24 @@ def _describe(conversion: Conversion, *, to: str) -> str:
         lines.append(f"  tied: {alias} is {owner}, left out")
     for file in plan.files:
         lines.append(
-            f"{out if single else out / file.name}: {len(file.entries)} tensors, {_bytes(file.nbytes)}"
+            f"{out if single else out / file.name}: {len(file.entries)} tensors, {_format_bytes(file.nbytes)}"
         )
         for entry in file.entries:
             source = entry.tensor.dtype
             dtype = source if source == entry.dtype else f"{source} -> {entry.dtype}"
-            lines.append(f"  {entry.name}  {list(entry.tensor.shape)}  {dtype}  {_bytes(entry.nbytes)}")
+            lines.append(
+                f"  {entry.name}  {list(entry.tensor.shape)}  {dtype}  {_format_bytes(entry.nbytes)}"
+            )
     lines += [f"{out / name}" for name in plan.documents]
     lines += [f"{out / name}: copied from {path}" for name, path in plan.companions.items()]
     lines.append(
-        f"total {_bytes(plan.nbytes)}; peak buffer {_bytes(plan.buffer)}; dry run, nothing was written"
+        f"total {_format_bytes(plan.nbytes)}; peak buffer {_format_bytes(plan.buffer)}; dry run, nothing was "
+        "written"
     )
-    return "\n".join(line[: len(line) - len(line.lstrip())] + printable(line) for line in lines)
+    return "\n".join(line[: len(line) - len(line.lstrip())] + to_printable(line) for line in lines)
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

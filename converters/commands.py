@@ -10,8 +10,8 @@ import sys
 from functools import wraps
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from converters.console import OutputError, complain, flush
-from converters.errors import CheckpointError, CommandError, printable
+from converters.console import OutputError, flush, print_error
+from converters.errors import CheckpointError, CommandError, to_printable
 from converters.interrupts import INTERRUPTED, raise_once
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ EXIT_CODES = {
 """The meaning of each exit code, as `--help` shows it."""
 
 
-def exit_codes(*codes: int) -> str:
+def format_exit_codes(*codes: int) -> str:
     """Format the table of exit codes for `--help`.
 
     Args:
@@ -47,13 +47,15 @@ def exit_codes(*codes: int) -> str:
     Returns:
         The table, one line per exit code.
     """
-    known = {**EXIT_CODES, DONE: "done"} if codes else EXIT_CODES
+    descriptions = {**EXIT_CODES, DONE: "done"} if codes else EXIT_CODES
     run_codes = [code for code in EXIT_CODES if code != DAMAGED]
-    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or run_codes]
+    lines = [
+        (f"{code}+" if code == BY_SIGNAL else str(code), descriptions[code]) for code in codes or run_codes
+    ]
     return "exit codes:\n" + "\n".join(f"  {code:<5} {meaning}" for code, meaning in lines)
 
 
-def version_line() -> str:
+def format_version() -> str:
     """Return the line that `--version` prints."""
     from importlib.metadata import version
 
@@ -65,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit."""
-        complain(f"error: {printable(message)} (see {self.prog} --help)")
+        print_error(f"error: {to_printable(message)} (see {self.prog} --help)")
         self.exit(REFUSED)
 
 
@@ -77,11 +79,11 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Print the version and exit."""
-        print(version_line())
+        print(format_version())
         parser.exit()
 
 
-def command(main: Main) -> Callable[..., int]:
+def wrap_main(main: Main) -> Callable[..., int]:
     """Wrap the main function of a command so that it exits without a traceback.
 
     This covers Ctrl-C, a closed pipe (`... | head`), standard output that cannot be written, and running out
@@ -95,11 +97,11 @@ def command(main: Main) -> Callable[..., int]:
     """
 
     @wraps(main)
-    def guarded(argv: Sequence[str] | None = None) -> int:
+    def run_guarded(argv: Sequence[str] | None = None) -> int:
         with raise_once():
             return _run(main, argv)
 
-    return guarded
+    return run_guarded
 
 
 def _run(main: Main, argv: Sequence[str] | None) -> int:
@@ -117,20 +119,20 @@ def _run(main: Main, argv: Sequence[str] | None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
-        complain("error: interrupted")
+        print_error("error: interrupted")
         return INTERRUPTED
     except OutputError as error:
-        complain(f"error: {error}")
+        print_error(f"error: {error}")
         return FAILED
     except (MemoryError, ImportError) as error:
         if isinstance(error, ImportError) and not _NO_ROOM.search(str(error)):
             raise
-        complain("error: out of memory")
+        print_error("error: out of memory")
         return FAILED
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
-        complain("error: the system cannot start another thread")
+        print_error("error: the system cannot start another thread")
         return FAILED
 
 

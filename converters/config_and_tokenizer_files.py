@@ -12,7 +12,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, printable
+from converters.errors import CheckpointError, CommandError, to_printable
 from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
 from converters.names.earlier_keys import add_earlier_keys
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
-    from converters.tensors.entry import Entry
+    from converters.tensors.entry import OutputTensor
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def find_companions(root: Place) -> dict[str, Place]:
     if manifest is None or not any(is_companion(name) for name in manifest["files"]):
         return companions
     for name in sorted(companions.keys() - manifest["files"].keys()):
-        _log.warning("warning: %s: was not saved with %s; not copied", printable(companions[name]), folder)
+        _log.warning("warning: %s: was not saved with %s; not copied", to_printable(companions[name]), folder)
         del companions[name]
     return companions
 
@@ -177,7 +177,7 @@ def find_custom_code(root: Place) -> dict[str, Place]:
             try:
                 files[name] = inside(folder / name, folder)
             except LinkError as error:
-                _log.warning("warning: %s; not copied", printable(error))
+                _log.warning("warning: %s; not copied", to_printable(error))
     return files
 
 
@@ -316,11 +316,11 @@ def check_one_model(folder: Place, name: str) -> None:
             )
 
 
-def companions_from(named: str) -> dict[str, Place]:
+def resolve_companions(name_or_path: str) -> dict[str, Place]:
     """Find the companion files of the model in `--config-from`.
 
     Args:
-        named: Folder, path of the `config.json`, or Hub ID of a model.
+        name_or_path: Folder, path of the `config.json`, or Hub ID of a model.
 
     Returns:
         Paths of the files, keyed by file name.
@@ -328,24 +328,25 @@ def companions_from(named: str) -> dict[str, Place]:
     Raises:
         CheckpointError: If the model config does not exist.
     """
-    folder = place(named)
+    folder = place(name_or_path)
     if folder.is_file():
         folder = folder.parent
-    elif not folder.exists() and _HUB_ID.fullmatch(named):
-        folder = from_hub(named, f"--config-from {named}", _HUB_FILES)
+    elif not folder.exists() and _HUB_ID.fullmatch(name_or_path):
+        folder = download_from_hub(name_or_path, f"--config-from {name_or_path}", _HUB_FILES)
     companions = {**_classify_files(folder)[0], **_search_folders([folder])}
     if "config.json" not in companions:
         raise CommandError(
-            f"--config-from {named}: does not contain the config.json of a model; specify a folder that does"
+            f"--config-from {name_or_path}: does not contain the config.json of a model; specify a folder "
+            "that does"
         )
     return companions
 
 
-def model_from(named: str) -> Place:
+def locate_model(name_or_path: str) -> Place:
     """Return the path of a checkpoint, and download the checkpoint if it is on the Hub.
 
     Args:
-        named: Path or Hub ID.
+        name_or_path: Path or Hub ID.
 
     Returns:
         The path, which may not exist.
@@ -353,18 +354,18 @@ def model_from(named: str) -> Place:
     Raises:
         CheckpointError: If the model cannot be downloaded.
     """
-    path = place(named)
-    if not path.exists() and named.count("/") == 1 and _HUB_ID.fullmatch(named):
-        return from_hub(named, named, _MODEL_FILES)
+    path = place(name_or_path)
+    if not path.exists() and name_or_path.count("/") == 1 and _HUB_ID.fullmatch(name_or_path):
+        return download_from_hub(name_or_path, name_or_path, _MODEL_FILES)
     return path
 
 
-def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
+def download_from_hub(name: str, description: str, files: tuple[str, ...]) -> Place:
     """Download files of a model to the Hub cache.
 
     Args:
         name: Hub ID of the model.
-        what: Option or argument that specified the model, used in error messages.
+        description: Option or argument that specified the model, used in error messages.
         files: Patterns of the file names.
 
     Returns:
@@ -377,7 +378,7 @@ def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CommandError(
-            f"{what}: no such file or folder, and the hub needs the package huggingface_hub"
+            f"{description}: no such file or folder, and the hub needs the package huggingface_hub"
         ) from None
     try:
         return place(snapshot_download(name, allow_patterns=list(files)))
@@ -386,7 +387,7 @@ def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
         # The first sentence has the reason, and the others are advice about the Python API.
         why = re.split(r"(?<=[.!?])\s", why)[0].rstrip(".")
         raise CommandError(
-            f"{what}: neither a local file or folder nor available from the hub ({why}); with a "
+            f"{description}: neither a local file or folder nor available from the hub ({why}); with a "
             f"network, hf download {name} --local-dir FOLDER, and give FOLDER"
         ) from None
 
@@ -403,7 +404,7 @@ def _search_folders(folders: Iterable[Place], names: re.Pattern[str] = COMPANION
                 try:
                     nested_entries.append(_list_entries(inside(folder / name, folder)))
                 except LinkError as error:
-                    _log.warning("warning: %s; not copied", printable(error))
+                    _log.warning("warning: %s; not copied", to_printable(error))
         for entries in (direct_entries, *nested_entries):
             for entry in entries:
                 if entry.name in files or not names.fullmatch(entry.name):
@@ -412,7 +413,7 @@ def _search_folders(folders: Iterable[Place], names: re.Pattern[str] = COMPANION
                     # Resolve links now, because a link could be changed before the file is copied.
                     path = inside(entry, folder)
                 except LinkError as error:
-                    _log.warning("warning: %s; not copied", printable(error))
+                    _log.warning("warning: %s; not copied", to_printable(error))
                     continue
                 if _is_usable(path, entry.name):
                     files[entry.name] = path
@@ -428,7 +429,7 @@ def _list_entries(folder: Place) -> list[Place]:
     return sorted(entries, key=lambda path: path.name)
 
 
-def trainer_metadata(folder: Place) -> dict[str, Any]:
+def read_trainer_metadata(folder: Place) -> dict[str, Any]:
     """Read the `trainer_state.json` that this project or the Trainer of transformers saved.
 
     Args:
@@ -470,8 +471,8 @@ def _is_usable(path: Place, name: str) -> bool:
     return isinstance(values, dict) and not {"model_type", "architectures"}.isdisjoint(values)
 
 
-def small_files(
-    checkpoint: Checkpoint, entries: Iterable[Entry]
+def prepare_companions(
+    checkpoint: Checkpoint, entries: Iterable[OutputTensor]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
     """Prepare the companion files of an output.
 
@@ -491,9 +492,9 @@ def small_files(
 
 
 def _update_config(
-    checkpoint: Checkpoint, entries: Iterable[Entry]
+    checkpoint: Checkpoint, entries: Iterable[OutputTensor]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
-    """Update the dtype and the settings in `config.json`, see `small_files`."""
+    """Update the dtype and the settings in `config.json`, see `prepare_companions`."""
     # Imported here, because importing numpy is slow.
     from converters.tensors.dtypes import CASTABLE, TO_TORCH
 

@@ -19,7 +19,7 @@ class OutputError(Exception):
     """Standard output cannot be written, for example to a full disk; `converters.commands` reports it."""
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """`text` with its control characters written out, but for ends of lines and tabs.
 
     What is printed may come from anybody's file, and could clear the terminal or change its title.
@@ -29,49 +29,49 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def say(text: str, *, coloured: bool = False) -> None:
+def print_line(text: str, *, coloured: bool = False) -> None:
     """Print `text` and flush.
 
     Args:
-        colored: it has colors of ours, and nothing else that is not `visible`.
+        colored: it has colors of ours, and nothing else that is not `escape_control_characters`.
 
     Raises:
         BrokenPipeError: the reader has exited (`| head`).
         OutputError: writing fails for any other reason.
     """
-    with _output_errors():
-        print(text if coloured else visible(text))
+    with _raise_output_errors():
+        print(text if coloured else escape_control_characters(text))
     flush()
 
 
 def flush() -> None:
-    """Flush standard output; raises what `say` does."""
+    """Flush standard output; raises what `print_line` does."""
     if sys.stdout is not None:  # None if it was closed at start-up
-        with _output_errors():
+        with _raise_output_errors():
             sys.stdout.flush()
 
 
-def complain(line: str) -> None:
+def print_error(line: str) -> None:
     """Print `line` on standard error; ignored if that is closed."""
     with suppress(OSError):
-        print(coloured(fitted(visible(line), sys.stderr)), file=sys.stderr)
+        print(color_label(wrap_lines(escape_control_characters(line), sys.stderr)), file=sys.stderr)
 
 
-def columns(stream: TextIO | None) -> int | None:
+def get_terminal_width(stream: TextIO | None) -> int | None:
     """The width of the terminal that `stream` is, as COLUMNS or the terminal has it; None if it is none."""
     if stream is None or not stream.isatty():
         return None
-    if (given := os.environ.get("COLUMNS", "")).isdecimal() and int(given) > 0:
-        return int(given)
+    if (value := os.environ.get("COLUMNS", "")).isdecimal() and int(value) > 0:
+        return int(value)
     with suppress(OSError, ValueError):
         if (width := os.get_terminal_size(stream.fileno()).columns) > 0:
             return width
     return 80
 
 
-def fitted(text: str, stream: TextIO | None) -> str:
+def wrap_lines(text: str, stream: TextIO | None) -> str:
     """`text` for `stream`: on a terminal, long lines go on below, indented, with whole words."""
-    width = columns(stream)
+    width = get_terminal_width(stream)
     if width is None:
         return text
     lines = []
@@ -88,7 +88,7 @@ def fitted(text: str, stream: TextIO | None) -> str:
     return "\n".join(lines)
 
 
-def coloured(line: str) -> str:
+def color_label(line: str) -> str:
     """`line` with the first word of an error or warning in color on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     first = line.split(" ", 1)[0]
     if first not in _COLOURS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
@@ -99,7 +99,7 @@ def coloured(line: str) -> str:
 
 
 @contextmanager
-def _output_errors() -> Iterator[None]:
+def _raise_output_errors() -> Iterator[None]:
     """Turn a failure to write into an `OutputError`."""
     try:
         yield

@@ -12,29 +12,29 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.config_and_tokenizer_files import (
-    companions_from,
     find_custom_code,
     find_excluded_files,
     list_companion_names,
-    model_from,
+    locate_model,
+    resolve_companions,
 )
-from converters.errors import CommandError, blame
+from converters.errors import CommandError, prefix_errors
 from converters.integrity import NAMES_IN_MEMORY, check_complete
 from converters.opening import open_checkpoint
 from converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
 from converters.storage.path_or_url import make_absolute, place, resolve_links, suggest_path
 from converters.writers.conversion import Choices, carry_out, check_expansion
 from converters.writers.draft import check_output
-from converters.writers.targets import is_single, planner
+from converters.writers.targets import get_planner, is_single
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.adapters.adapter import Adapter
+    from converters.adapters.adapter import StoredAdapter
     from converters.checkpoint import Checkpoint
-    from converters.integrity import Problem
+    from converters.integrity import CheckpointProblem
     from converters.storage.path_or_url import Place
-    from converters.writers.plan import Plan
+    from converters.writers.plan import ConversionPlan
 
 # Do not report files that are not copied for one of these reasons, because users expect it.
 _EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
@@ -58,7 +58,7 @@ class Conversion:
     source: Place
     out: Place
     checkpoint: Checkpoint
-    plan: Plan
+    plan: ConversionPlan
     tag: str | None
     notes: tuple[str, ...]
     warning: str | None
@@ -143,11 +143,11 @@ def convert(
     _check_value("dequantize", dequantize, ("bfloat16", "float16", "float32"))
     _check_value("quantize", quantize, FORMS)
     _check_value("dtype", dtype, list(DTYPES))
-    source_path, out_path = model_from(str(source)), place(out)
+    source_path, out_path = locate_model(str(source)), place(out)
     single = is_single(to, out_path)
     if not source_path.exists():
         raise CommandError(f"{source_path}: no such file or folder{suggest_path(source_path)}")
-    models = [source_path] if merge_into is None else [source_path, model_from(str(merge_into))]
+    models = [source_path] if merge_into is None else [source_path, locate_model(str(merge_into))]
     if not dry_run:
         companions = () if config_from is None else list_companion_names(place(config_from))
         check_output(out_path, models, overwrite=overwrite, single=single, companions=companions)
@@ -168,7 +168,7 @@ def convert(
         partial=partial,
         trust_remote_code=trust_remote_code,
         models=models if config_from is None else [*models, place(config_from)],
-        given_companions=None if config_from is None else companions_from(str(config_from)),
+        given_companions=None if config_from is None else resolve_companions(str(config_from)),
     )
     checkpoint = open_checkpoint(source_path, tag, companions=request.given_companions)
     chosen_tag = _find_chosen_tag(checkpoint, source_path)
@@ -232,9 +232,9 @@ class _Request:
     models: Sequence[Place]
     given_companions: Mapping[str, Place] | None
     notes: list[str] = field(default_factory=list)
-    problems: Sequence[Problem] = ()
+    problems: Sequence[CheckpointProblem] = ()
 
-    def apply(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Callable[[], Plan]]:
+    def apply(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Callable[[], ConversionPlan]]:
         """Merge, dequantize, rename, and quantize as requested.
 
         Returns:
@@ -266,7 +266,7 @@ class _Request:
         # Weights that are quantized were already cast to --dtype.
         choices = Choices("keep" if quantizes else self.dtype, self.max_shard_size, self.optimizer)
         if adapter is None:
-            return checkpoint, functools.partial(planner(self.to), checkpoint, choices)
+            return checkpoint, functools.partial(get_planner(self.to), checkpoint, choices)
         if self.to == "gguf":
             from converters.writers.gguf_writer import plan_gguf_adapter
 
@@ -277,7 +277,7 @@ class _Request:
 
     def _merge_or_extract_adapter(
         self, checkpoint: Checkpoint
-    ) -> tuple[Checkpoint, Adapter | None, Checkpoint]:
+    ) -> tuple[Checkpoint, StoredAdapter | None, Checkpoint]:
         """Merge or extract the adapter in the source, if there is one.
 
         Returns:
@@ -300,9 +300,9 @@ class _Request:
             return checkpoint, None, checkpoint
         config = None
         if self.adapter_config is not None:
-            from converters.adapters.config import given_config
+            from converters.adapters.config import find_config_file
 
-            config = given_config(self.adapter_config)
+            config = find_config_file(self.adapter_config)
         adapter = find_adapter(checkpoint, config=config, name=self.adapter_name)
         if adapter is None:
             if option is not None:
@@ -319,7 +319,7 @@ class _Request:
         return adapter.checkpoint, adapter, checkpoint
 
     def _merge(
-        self, checkpoint: Checkpoint, adapter: Adapter, base_path: Place
+        self, checkpoint: Checkpoint, adapter: StoredAdapter, base_path: Place
     ) -> tuple[Checkpoint, Checkpoint]:
         """Merge an adapter into its base model.
 
@@ -335,7 +335,7 @@ class _Request:
             resolve_links(place(self.source)),
         )
         if contains_base:
-            stored = adapter.base_inside().with_companions(self.given_companions or {})
+            stored = adapter.open_included_base().with_companions(self.given_companions or {})
         else:
             stored = open_checkpoint(base_path, companions=self.given_companions)
         base = stored if self.dequantize is None else _dequantize(stored, self.dequantize)
@@ -347,13 +347,13 @@ class _Request:
             )
         return merged, stored
 
-    def _read_base_config(self, adapter: Adapter) -> Mapping[str, Any]:
+    def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
         """Read the config of the model that an adapter was trained on."""
         from converters.storage.safe_open import read_small_table
 
         companions, path = self.given_companions, adapter.trained_config
-        if companions is None and path is None and adapter.config.base is not None:
-            companions = companions_from(adapter.config.base)
+        if companions is None and path is None and adapter.config.base_model is not None:
+            companions = resolve_companions(adapter.config.base_model)
         return read_small_table(path if companions is None else companions.get("config.json"))
 
     def _rename_tensors(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -371,7 +371,7 @@ class _Request:
             return checkpoint
         config = None if self.given_companions is None else self.given_companions["config.json"]
         base = None if config is None else read_published_names(config)
-        with blame("--names"):
+        with prefix_errors("--names"):
             rules = find_name_rules(
                 checkpoint, base, lambda: {} if config is None else read_published_shapes(config)
             )
@@ -379,9 +379,9 @@ class _Request:
             rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
         )
 
-    def _quantize(self, checkpoint: Checkpoint, adapter: Adapter | None) -> Checkpoint:
+    def _quantize(self, checkpoint: Checkpoint, adapter: StoredAdapter | None) -> Checkpoint:
         """Quantize the weights with `--quantize` or `--quantize-like`."""
-        from converters.quantization.quantize import quantized, quantized_like
+        from converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 
         option = "--quantize" if self.quantize_like is None else "--quantize-like"
         conflicts = {
@@ -393,19 +393,19 @@ class _Request:
             raise CommandError(f"{option}: cannot be combined with {excluded}; leave out one of them")
         if adapter is not None:
             raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
-        with blame(option):
+        with prefix_errors(option):
             if self.quantize is not None:
-                return quantized(checkpoint, self.quantize, dtype=self.dtype)
+                return quantize_checkpoint(checkpoint, self.quantize, dtype=self.dtype)
             assert self.quantize_like is not None
-            base = open_checkpoint(model_from(self.quantize_like))
-            return quantized_like(checkpoint, base, dtype=self.dtype)
+            base = open_checkpoint(locate_model(self.quantize_like))
+            return quantize_like_base(checkpoint, base, dtype=self.dtype)
 
 
 def _dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    from converters.quantization.dequantize import dequantized
+    from converters.quantization.dequantize import dequantize_checkpoint
 
-    with blame("--dequantize"):
-        return dequantized(checkpoint, dtype)
+    with prefix_errors("--dequantize"):
+        return dequantize_checkpoint(checkpoint, dtype)
 
 
 def _find_chosen_tag(checkpoint: Checkpoint, source: Place) -> str | None:
@@ -423,7 +423,7 @@ def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dic
     return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
 
 
-def _describe_losses(plan: Plan, dtype: str) -> list[str]:
+def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
     """Describe the values that a cast changed to infinity or zero."""
     losses = plan.losses
     if not losses.first:
@@ -442,7 +442,7 @@ def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
     return [f"not copied: {', '.join(f'{name} ({reason})' for name, reason in reported.items())}{hint}"]
 
 
-def _describe_problems(problems: Sequence[Problem]) -> list[str]:
+def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
     """Describe the problems of an incomplete model, except for names in memory, which `--names` handles."""
     return [
         str(problem) if problem.repaired else f"--partial: {problem}"
@@ -451,7 +451,7 @@ def _describe_problems(problems: Sequence[Problem]) -> list[str]:
     ]
 
 
-def _describe_missing_config(plan: Plan, source: Place, out: str | Place, to: str) -> list[str]:
+def _describe_missing_config(plan: ConversionPlan, source: Place, out: str | Place, to: str) -> list[str]:
     """Explain why `from_pretrained` cannot load an output without a config."""
     if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
         return []
@@ -461,7 +461,7 @@ def _describe_missing_config(plan: Plan, source: Place, out: str | Place, to: st
     ]
 
 
-def _find_foreign_names(checkpoint: Checkpoint, plan: Plan, to: str) -> str | None:
+def _find_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
     """Return a warning if most tensor names do not belong to the model type in the config."""
     from converters.names.known_words import find_foreign_name
 

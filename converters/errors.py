@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 2000
 
 
-def printable(text: object) -> str:
+def to_printable(text: object) -> str:
     """`text` on one line without control characters, for a terminal: names in files are untrusted."""
     line = " ".join(str(text).split())
     if len(line) > _MAX_SHOWN:
@@ -51,7 +51,7 @@ class OptimizerStateError(CheckpointError):
 
 
 @contextmanager
-def blame(path: object) -> Iterator[None]:
+def prefix_errors(path: object) -> Iterator[None]:
     """Prefix the message of a `CheckpointError` raised within by `path`."""
     try:
         yield
@@ -99,7 +99,7 @@ _SECRET_NAME = re.compile(
 )
 
 
-def redact(text: str) -> str:
+def redact_credentials(text: str) -> str:
     """Replace credentials by ``***``.
 
     Credentials are recognized in URLs, by the name of a parameter, by their first letters, and by the values
@@ -110,19 +110,19 @@ def redact(text: str) -> str:
     text = _PARAMETER.sub(r"\g<name>***", text)
     text = _TOKEN_PARAMETER.sub(r"\g<name>***", text)
     text = _TOKENS.sub("***", text)
-    for secret in _secrets():
+    for secret in _list_secrets():
         text = text.replace(secret, "***")
     return text
 
 
-def _secrets() -> list[str]:
+def _list_secrets() -> list[str]:
     """Values of the environment to redact, longest first."""
-    found = {
+    secrets = {
         value
         for name, value in os.environ.items()
         if len(value) >= 6 and _SECRET_NAME.search(name.upper()) and not _is_path(value)
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _is_path(value: str) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _TENSORS, _ELEMENTS = 2048, 1 << 14
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
+def compute_fingerprint(checkpoint: Checkpoint) -> str:
     """The digest of names, dtypes, shapes and a few values of each tensor; reads kilobytes of each.
 
     Raises:
@@ -26,11 +26,11 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         if number % stride == 0:
-            digest.update(tensor.read(_some(tensor)).tobytes())
+            digest.update(tensor.read(_choose_elements(tensor)).tobytes())
     return digest.hexdigest()
 
 
-def _some(tensor: Tensor) -> tuple[slice, ...]:
+def _choose_elements(tensor: Tensor) -> tuple[slice, ...]:
     """An index of a few elements in the middle of the tensor, in a row where it is long enough."""
     sizes = list(tensor.shape)
     index = [slice(size // 2, size // 2 + 1) if size else slice(0, 0) for size in sizes]

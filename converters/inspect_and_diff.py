@@ -9,16 +9,16 @@ from math import inf, sqrt
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.adapter import find_adapter
-from converters.console import say
-from converters.errors import CheckpointError, printable
+from converters.console import print_line
+from converters.errors import CheckpointError, to_printable
 from converters.integrity import find_problems
 from converters.naming import find_name_rules, rename_to_published
 from converters.numeric import np
 from converters.opening import open_checkpoint
 from converters.tensors.casting import BLOCK_BYTES
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Tensor
-from converters.writers.parallel import in_parallel
+from converters.writers.parallel import run_jobs
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +36,7 @@ _LONG = 500
 
 
 @dataclass
-class Statistics:
+class TensorStatistics:
     """Of the elements of one tensor; NaN and infinities are counted and left out of the others."""
 
     count: int = 0
@@ -49,7 +49,7 @@ class Statistics:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add(self, block: Array) -> None:
-        values = _floats(block)
+        values = _to_floats(block)
         values = np.abs(values) if values.dtype.kind == "c" else values
         finite = values[np.isfinite(values)]
         self.count += values.size
@@ -63,14 +63,14 @@ class Statistics:
             left = self.count - self.not_finite
             self.mean, self.rms = self._sums[0] / left, sqrt(self._sums[1] / left)
 
-    def document(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON values: None where there is no finite element."""
-        found = {key: value for key, value in asdict(self).items() if key != "_sums"}
-        return {key: None if value in (inf, -inf) else value for key, value in found.items()}
+        values = {key: value for key, value in asdict(self).items() if key != "_sums"}
+        return {key: None if value in (inf, -inf) else value for key, value in values.items()}
 
 
 @dataclass
-class Difference:
+class TensorDifference:
     """How two tensors of one shape differ.
 
     Attributes:
@@ -85,40 +85,42 @@ class Difference:
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add(self, left: Array, right: Array) -> None:
-        one = _floats(left)
+        values = _to_floats(left)
         with np.errstate(all="ignore"):
-            self._sums[1] += float(np.square(np.abs(one[np.isfinite(one)])).sum())
+            self._sums[1] += float(np.square(np.abs(values[np.isfinite(values)])).sum())
             if left.dtype == right.dtype and left.tobytes() == right.tobytes():
                 return
-            two = _floats(right)
+            two = _to_floats(right)
             # Integers of 64 bits do not fit a float.
-            unequal = one != two if left.dtype != right.dtype or left.dtype.kind == "c" else left != right
-            unequal &= ~(np.isnan(one) & np.isnan(two))
-            distance = np.abs(one - two)[unequal]
+            unequal = values != two if left.dtype != right.dtype or left.dtype.kind == "c" else left != right
+            unequal &= ~(np.isnan(values) & np.isnan(two))
+            distance = np.abs(values - two)[unequal]
             finite = distance[np.isfinite(distance)]
             self.elements += distance.size
             self.not_finite += distance.size - finite.size
             self.largest = max(self.largest, float(finite.max(initial=0.0)))
             self._sums[0] += float(np.square(finite).sum())
 
-    def document(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON values; `relative` is the rms of the distances, divided by that of the first tensor."""
-        found = {key: value for key, value in asdict(self).items() if key != "_sums"}
-        return {**found, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
+        values = {key: value for key, value in asdict(self).items() if key != "_sums"}
+        return {**values, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
 
 
-def _floats(block: Array) -> Array:
+def _to_floats(block: Array) -> Array:
     """The elements as float64, or as complex128."""
     return block.astype(np.complex128 if block.dtype.kind == "c" else np.float64)
 
 
-def tensors_of(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Tensor]:
+def list_tensors(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Tensor]:
     """The model's tensors; with `optimizer` those of its state too, as `<parameter>.<state>`."""
-    found = dict(checkpoint.tensors)
+    tensors = dict(checkpoint.tensors)
     state = checkpoint.optimizer if optimizer else None
     for name, values in state.state.items() if state is not None else ():
-        found |= {f"{name}.{what}": value for what, value in values.items() if isinstance(value, Tensor)}
-    return found
+        tensors |= {
+            f"{name}.{state_name}": value for state_name, value in values.items() if isinstance(value, Tensor)
+        }
+    return tensors
 
 
 def inspect(parser: Parser, argv: Sequence[str]) -> int:
@@ -140,17 +142,17 @@ def inspect(parser: Parser, argv: Sequence[str]) -> int:
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
     checkpoint = open_checkpoint(options.src, options.tag)
-    tensors = tensors_of(checkpoint, optimizer=options.optimizer)
-    found = statistics(tensors) if options.stats else {}
+    tensors = list_tensors(checkpoint, optimizer=options.optimizer)
+    tensor_statistics = compute_statistics(tensors) if options.stats else {}
     problems = find_problems(checkpoint)
-    document = describe(checkpoint, tensors, found)
+    document = describe(checkpoint, tensors, tensor_statistics)
     document["problems"] = [{**asdict(problem), "text": str(problem)} for problem in problems]
-    say(json.dumps(document, indent=1, default=str) if options.json else as_text(document))
+    print_line(json.dumps(document, indent=1, default=str) if options.json else format_text(document))
     return DIFFERENT if problems else SAME
 
 
 def describe(
-    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], found: Mapping[str, Statistics]
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], tensor_statistics: Mapping[str, TensorStatistics]
 ) -> dict[str, Any]:
     """What a checkpoint holds, as JSON values."""
     listed: dict[str, dict[str, Any]] = {
@@ -162,28 +164,28 @@ def describe(
         }
         for name, tensor in tensors.items()
     }
-    for name, statistic in found.items():
-        listed[name]["statistics"] = statistic.document()
+    for name, statistic in tensor_statistics.items():
+        listed[name]["statistics"] = statistic.to_json()
     by_dtype: dict[str, int] = {}
-    for known in listed.values():
-        dtype = known["dtype"]
-        by_dtype[dtype] = by_dtype.get(dtype, 0) + known["bytes"] // itemsize(dtype)
+    for entry in listed.values():
+        dtype = entry["dtype"]
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + entry["bytes"] // get_itemsize(dtype)
     about = {key: checkpoint.metadata[key] for key in ("step", "world_size") if key in checkpoint.metadata}
-    adapter = _adapter(checkpoint)
+    adapter = _describe_adapter(checkpoint)
     return {
         "path": str(checkpoint.root),
         "format": checkpoint.format,
         **about,
         **({"adapter": adapter} if adapter else {}),
         "elements": by_dtype,
-        "bytes": sum(known["bytes"] for known in listed.values()),
+        "bytes": sum(entry["bytes"] for entry in listed.values()),
         "tied": dict(checkpoint.aliases),
         "companions": sorted(checkpoint.companions),
         "tensors": listed,
     }
 
 
-def _adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def _describe_adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
     try:
         adapter = find_adapter(checkpoint)
     except CheckpointError as error:
@@ -191,62 +193,62 @@ def _adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if adapter is None:
         return None
     config = adapter.config
-    return {"type": config.type, "r": config.r, "alpha": config.alpha, "base": config.base}
+    return {"type": config.type, "r": config.r, "alpha": config.alpha, "base": config.base_model}
 
 
-def as_text(document: Mapping[str, Any]) -> str:
+def format_text(document: Mapping[str, Any]) -> str:
     """The same for a terminal."""
     about = [f"{key} {document[key]}" for key in ("step", "world_size") if key in document]
     lines = [", ".join([f"{document['path']} ({document['format']})", *about])]
     if "adapter" in document:
         lines.append(
             "  adapter: "
-            + ", ".join(f"{key} {printable(value)}" for key, value in document["adapter"].items())
+            + ", ".join(f"{key} {to_printable(value)}" for key, value in document["adapter"].items())
         )
     lines += [f"  tied: {alias} is {owner}" for alias, owner in document["tied"].items()]
     counts = ", ".join(f"{count:,} {dtype}" for dtype, count in document["elements"].items())
     rows = [
         (
-            name if name.isprintable() and len(name) < _LONG else printable(name),
-            known["dtype"],
-            "x".join(map(str, known["shape"])) or "-",
-            f"{known['bytes']:,}",
-            f"  {known['pieces']} pieces" if known["pieces"] > 1 else "",
-            f"  {_numbers(known['statistics'])}" if "statistics" in known else "",
+            name if name.isprintable() and len(name) < _LONG else to_printable(name),
+            entry["dtype"],
+            "x".join(map(str, entry["shape"])) or "-",
+            f"{entry['bytes']:,}",
+            f"  {entry['pieces']} pieces" if entry["pieces"] > 1 else "",
+            f"  {_format_statistics(entry['statistics'])}" if "statistics" in entry else "",
         )
-        for name, known in document["tensors"].items()
+        for name, entry in document["tensors"].items()
     ]
     names, dtypes, shapes, sizes = (max((len(row[i]) for row in rows), default=0) for i in range(4))
     for name, dtype, shape, size, pieces, numbers in rows:
-        known = f"{name:<{names}}  {dtype:<{dtypes}}  {shape:<{shapes}}  {size:>{sizes}}{pieces}{numbers}"
-        lines.append("  " + known)
+        entry = f"{name:<{names}}  {dtype:<{dtypes}}  {shape:<{shapes}}  {size:>{sizes}}{pieces}{numbers}"
+        lines.append("  " + entry)
     lines.append(f"{len(rows):,} tensors, {counts or 'no'} elements, {document['bytes']:,} bytes")
     lines += [f"problem: {problem['text']}" for problem in document.get("problems", ())]
     return "\n".join(lines)
 
 
-def _numbers(known: Mapping[str, Any]) -> str:
+def _format_statistics(entry: Mapping[str, Any]) -> str:
     shown = ("least", "largest", "mean", "rms")
-    numbers = [f"{key} {'-' if known[key] is None else format(known[key], '.4g')}" for key in shown]
-    counts = [f"{known[key]:,} {key.replace('_', ' ')}" for key in ("zeros", "not_finite") if known[key]]
+    numbers = [f"{key} {'-' if entry[key] is None else format(entry[key], '.4g')}" for key in shown]
+    counts = [f"{entry[key]:,} {key.replace('_', ' ')}" for key in ("zeros", "not_finite") if entry[key]]
     return ", ".join([*numbers, *counts])
 
 
-def statistics(tensors: Mapping[str, Tensor]) -> dict[str, Statistics]:
+def compute_statistics(tensors: Mapping[str, Tensor]) -> dict[str, TensorStatistics]:
     """Of every tensor; each is read once, in blocks, by a few threads."""
-    found = {name: Statistics() for name in tensors}
+    statistics_by_name = {name: TensorStatistics() for name in tensors}
 
-    def one(name: str, progress: Progress) -> None:
-        for block in tensors[name].verified_blocks(BLOCK_BYTES):
-            found[name].add(block)
+    def add_tensor(name: str, progress: Progress) -> None:
+        for block in tensors[name].iter_verified_blocks(BLOCK_BYTES):
+            statistics_by_name[name].add(block)
             progress(block.nbytes)
         tensors[name].release()
 
-    in_parallel((partial(one, name) for name in tensors), lambda _: None)
-    return found
+    run_jobs((partial(add_tensor, name) for name in tensors), lambda _: None)
+    return statistics_by_name
 
 
-def diff(parser: Parser, argv: Sequence[str]) -> int:
+def run_diff(parser: Parser, argv: Sequence[str]) -> int:
     """Run `portable-convert diff`; returns 0 where the checkpoints hold the same, else 1."""
     arguments = parser(
         prog="portable-convert diff",
@@ -260,9 +262,9 @@ def diff(parser: Parser, argv: Sequence[str]) -> int:
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
     checkpoints = [open_checkpoint(path) for path in (options.left, options.right)]
-    sides = [tensors_of(side, optimizer=options.optimizer) for side in _unify_names(checkpoints)]
+    sides = [list_tensors(side, optimizer=options.optimizer) for side in _unify_names(checkpoints)]
     document = compare(*sides, tolerance=options.tolerance)
-    say(json.dumps(document, indent=1) if options.json else _differences(document))
+    print_line(json.dumps(document, indent=1) if options.json else _format_differences(document))
     return SAME if document["same"] else DIFFERENT
 
 
@@ -290,28 +292,33 @@ def compare(
     """How two sets of tensors differ, as JSON values; a dtype alone is no difference of values."""
     both = [name for name in left if name in right]
     fit = [name for name in both if left[name].shape == right[name].shape]
-    found = {name: Difference() for name in fit}
+    differences = {name: TensorDifference() for name in fit}
 
-    def one(name: str, progress: Progress) -> None:
+    def compare_tensor(name: str, progress: Progress) -> None:
         both = left[name], right[name]
-        blocks = (side.verified_blocks(_BLOCK * itemsize(side.dtype)) for side in both)
+        blocks = (side.iter_verified_blocks(_BLOCK * get_itemsize(side.dtype)) for side in both)
         for ours, theirs in zip(*blocks, strict=True):
-            found[name].add(ours, theirs)
+            differences[name].add(ours, theirs)
             progress(ours.nbytes)
         for side in both:
             side.release()
 
-    in_parallel((partial(one, name) for name in fit), lambda _: None)
+    run_jobs((partial(compare_tensor, name) for name in fit), lambda _: None)
     apart = {
-        name: known.document()
-        for name, known in found.items()
-        if known.elements and (known.not_finite or known.largest > tolerance or not tolerance)
+        name: difference.to_json()
+        for name, difference in differences.items()
+        if difference.elements and (difference.not_finite or difference.largest > tolerance or not tolerance)
     }
-    shapes = {name: [list(left[name].shape), list(right[name].shape)] for name in both if name not in found}
+    shapes = {
+        name: [list(left[name].shape), list(right[name].shape)] for name in both if name not in differences
+    }
     dtypes = {
         name: [left[name].dtype, right[name].dtype] for name in both if left[name].dtype != right[name].dtype
     }
-    only = [[name for name in one if name not in two] for one, two in ((left, right), (right, left))]
+    only = [
+        [name for name in compare_tensor if name not in two]
+        for compare_tensor, two in ((left, right), (right, left))
+    ]
     return {
         "same": not (apart or shapes or only[0] or only[1]),
         "compared": len(fit),
@@ -323,19 +330,24 @@ def compare(
     }
 
 
-def _differences(document: Mapping[str, Any]) -> str:
-    lines = [f"only in A: {printable(name)}" for name in document["only_in_a"]]
-    lines += [f"only in B: {printable(name)}" for name in document["only_in_b"]]
-    lines += [f"{printable(name)}: shape {a} in A, {b} in B" for name, (a, b) in document["shapes"].items()]
-    for name, known in sorted(document["values"].items(), key=lambda item: -item[1]["largest"]):
-        more = "" if known["relative"] is None else f", {known['relative']:.3g} of its rms"
-        more += f", {known['not_finite']:,} of them NaN or infinite" if known["not_finite"] else ""
-        count = f"{known['elements']:,} elements differ"
-        lines.append(f"{printable(name)}: {count}, by {known['largest']:.3g} at most{more}")
+def _format_differences(document: Mapping[str, Any]) -> str:
+    lines = [f"only in A: {to_printable(name)}" for name in document["only_in_a"]]
+    lines += [f"only in B: {to_printable(name)}" for name in document["only_in_b"]]
+    lines += [
+        f"{to_printable(name)}: shape {a} in A, {b} in B" for name, (a, b) in document["shapes"].items()
+    ]
+    for name, difference in sorted(document["values"].items(), key=lambda item: -item[1]["largest"]):
+        more = "" if difference["relative"] is None else f", {difference['relative']:.3g} of its rms"
+        more += f", {difference['not_finite']:,} of them NaN or infinite" if difference["not_finite"] else ""
+        count = f"{difference['elements']:,} elements differ"
+        lines.append(f"{to_printable(name)}: {count}, by {difference['largest']:.3g} at most{more}")
     dtypes: dict[tuple[str, str], int] = {}
-    for one, two in document["dtypes"].values():
-        dtypes[one, two] = dtypes.get((one, two), 0) + 1
-    lines += [f"{count} tensors are {one} in A and {two} in B" for (one, two), count in dtypes.items()]
+    for first_dtype, two in document["dtypes"].values():
+        dtypes[first_dtype, two] = dtypes.get((first_dtype, two), 0) + 1
+    lines += [
+        f"{count} tensors are {first_dtype} in A and {two} in B"
+        for (first_dtype, two), count in dtypes.items()
+    ]
     equal = document["compared"] - len(document["values"])
     lines.append(f"{equal} of {document['compared']} tensors have the same values")
     return "\n".join(lines)

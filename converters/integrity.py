@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.adapter import find_adapter
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 from converters.names.contradictions import (
     EXPERT_COUNT,
     find_class,
@@ -27,7 +27,7 @@ from converters.names.expected import (
     compute_sizes,
     is_tied,
     list_numbers,
-    mask_number,
+    replace_layer_number,
     split_layers,
 )
 from converters.names.model_config import check_fits
@@ -70,7 +70,7 @@ _TIE = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
-class Problem:
+class CheckpointProblem:
     """One reason why a checkpoint is not a complete model.
 
     Attributes:
@@ -92,12 +92,12 @@ class Problem:
         more = f" and {len(self.names) - _MAX_SHOWN:,} more" if len(self.names) > _MAX_SHOWN else ""
         names = f": {shown}{more}" if self.names else ""
         cause = f" ({self.cause})" if self.cause else ""
-        return printable(f"{self.message}{names}{cause}")
+        return to_printable(f"{self.message}{names}{cause}")
 
 
 def check_complete(
     checkpoint: Checkpoint, *, partial: bool = False, stored: Checkpoint | None = None
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     """Check that a checkpoint is a complete model.
 
     Args:
@@ -126,7 +126,7 @@ def check_complete(
 
 def find_problems(
     checkpoint: Checkpoint, *, read_values: bool = True, stored: Checkpoint | None = None
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     """Find the reasons why a checkpoint is not a complete model.
 
     Args:
@@ -143,12 +143,12 @@ def find_problems(
         if find_adapter(checkpoint) is not None:
             return find_adapter_problems(checkpoint.tensors)
     except CheckpointError as error:
-        return find_adapter_problems(checkpoint.tensors) or [Problem("adapter", str(error))]
+        return find_adapter_problems(checkpoint.tensors) or [CheckpointProblem("adapter", str(error))]
     config = checkpoint.read_config()
     tensors = checkpoint.tensors
     problems = [*_find_empty(tensors)]
     if invalid := find_invalid_settings(config, tensors):
-        problems.append(Problem("config", f"config.json: {'; '.join(invalid[:_MAX_SHOWN])}"))
+        problems.append(CheckpointProblem("config", f"config.json: {'; '.join(invalid[:_MAX_SHOWN])}"))
     if problems:
         return problems
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -167,7 +167,7 @@ def find_problems(
             if config and not expert_problems:
                 check_fits(tensors, config, "config.json")
         except CheckpointError as error:
-            problems.append(Problem("config", str(error).rpartition("; ")[0]))
+            problems.append(CheckpointProblem("config", str(error).rpartition("; ")[0]))
     if read_values:
         stored = checkpoint if stored is None else stored
         problems += _find_bad_values(stored.tensors, config, is_remote=in_store(stored.root))
@@ -175,16 +175,16 @@ def find_problems(
     return problems
 
 
-def _is_only_of_experts(problem: Problem) -> bool:
+def _is_only_of_experts(problem: CheckpointProblem) -> bool:
     return bool(problem.names) and all(".experts." in name or ".expert" in name for name in problem.names)
 
 
-def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[Problem]:
+def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
     """Find LoRA factors that do not fit each other."""
     empty = tuple(name for name, tensor in tensors.items() if tensor.numel == 0)
     if empty:
         return [
-            Problem(
+            CheckpointProblem(
                 "empty",
                 f"{_count(empty, 'tensor')} of the adapter without elements",
                 empty,
@@ -202,7 +202,7 @@ def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[Problem]:
     if not names:
         return []
     return [
-        Problem(
+        CheckpointProblem(
             "cut adapter",
             f"the factors lora_A and lora_B of {_count(names, 'module')} do not fit each other",
             tuple(names),
@@ -212,7 +212,7 @@ def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[Problem]:
     ]
 
 
-def _find_empty(tensors: Mapping[str, Tensor]) -> list[Problem]:
+def _find_empty(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
     empty = tuple(
         name
         for name, tensor in tensors.items()
@@ -226,7 +226,7 @@ def _find_empty(tensors: Mapping[str, Tensor]) -> list[Problem]:
             "ZeRO-3 leaves such placeholders if a model is saved without gathering its parameters; convert "
             "the folder with the ZeRO checkpoint instead"
         )
-    return [Problem("empty", f"{_count(empty, 'tensor')} without elements", empty, cause)]
+    return [CheckpointProblem("empty", f"{_count(empty, 'tensor')} without elements", empty, cause)]
 
 
 def _count(items: Iterable[object], noun: str) -> str:
@@ -239,7 +239,7 @@ def _count(items: Iterable[object], noun: str) -> str:
 
 def _compare_with_class(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], config: Mapping[str, Any], expected: ExpectedTensors
-) -> list[Problem] | None:
+) -> list[CheckpointProblem] | None:
     """Compare the tensors with a class of transformers.
 
     Returns:
@@ -258,10 +258,10 @@ def _compare_with_class(
     for stack, layers in expected.stacks.items():
         problems += _find_missing_layers(stack, layers, by_stack.get(stack, {}), config, expected.required)
         holes += _find_incomplete_layers(stack, layers, by_stack.get(stack, {}), config, matcher)
-    reported = {mask_number(name) for name in holes}
+    reported = {replace_layer_number(name) for name in holes}
     names = (*(mask.replace(".*.", ".N.") for mask in missing if mask not in reported), *holes)
     if names:
-        problems.append(Problem("missing", f"{_count(names, 'tensor')} missing", names))
+        problems.append(CheckpointProblem("missing", f"{_count(names, 'tensor')} missing", names))
     return problems + _find_wrong_shapes(checkpoint, live, config, expected)
 
 
@@ -298,10 +298,11 @@ def _convert_names(
         candidates = [name]
         if base:
             candidates += [f"{base}.{name}", name.removeprefix(f"{base}.")]
-        chosen = next((each for each in candidates if mask_number(each) in masks), None)
+        chosen = next((each for each in candidates if replace_layer_number(each) in masks), None)
         if chosen is None:
             chosen = next(
-                (each for each in candidates if mask_number(each).rpartition(".")[0] in modules), None
+                (each for each in candidates if replace_layer_number(each).rpartition(".")[0] in modules),
+                None,
             )
         matched += chosen is not None
         live[chosen or name] = shape
@@ -320,13 +321,15 @@ class _Matcher:
 
     def __init__(self, names: Iterable[str], *, is_quantized: bool) -> None:
         self.names = set(names)
-        self.masks = {mask_number(name) for name in self.names}
+        self.masks = {replace_layer_number(name) for name in self.names}
         self.modules: set[str] = set()
         if is_quantized:
             for name in self.names:
                 parts = name.split(".")
                 self.modules |= {".".join(parts[:i]) for i in range(1, len(parts))}
-            self.modules |= {mask_number(module + ".x").removesuffix(".x") for module in self.modules}
+            self.modules |= {
+                replace_layer_number(module + ".x").removesuffix(".x") for module in self.modules
+            }
 
     def contains(self, name: str) -> bool:
         """Return whether a tensor exists, or a tensor of its module if the weights are quantized."""
@@ -350,14 +353,14 @@ def _find_missing_layers(
     present: Mapping[int, Any],
     config: Mapping[str, Any],
     required: Iterable[str],
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     key, depth = layers.depth, list_numbers(config).get(layers.depth or "")
     if depth is None:
         key, depth = _find_depth_of_tower(stack, config)
     if not present:
         if depth == 0 or not any(mask.startswith(f"{stack}.*.") for mask in required):
             return []
-        return [Problem("layers", "all layers are missing", (f"{stack}.*",))]
+        return [CheckpointProblem("layers", "all layers are missing", (f"{stack}.*",))]
     if not layers.always:
         return []
     if depth is None:
@@ -365,16 +368,20 @@ def _find_missing_layers(
             return []
         missing = [number for number in range(max(present)) if number not in present]
         names = tuple(f"{stack}.{number}" for number in missing)
-        return [Problem("layers", "layers are missing between others", names)] if missing else []
+        return [CheckpointProblem("layers", "layers are missing between others", names)] if missing else []
     missing = [number for number in range(min(depth, 100_000)) if number not in present]
     if missing:
         names = tuple(f"{stack}.{number}" for number in missing)
-        return [Problem("layers", f"config.json has {key} {depth:,}, but layers are missing", names)]
+        return [
+            CheckpointProblem("layers", f"config.json has {key} {depth:,}, but layers are missing", names)
+        ]
     extra = max(present) + 1 - depth
     numbers = list_numbers(config)
     if extra > 0 and not any(_MTP_COUNT.fullmatch(key) and value > 0 for key, value in numbers.items()):
         return [
-            Problem("layers", f"config.json has {key} {depth:,}, but {stack} has {max(present) + 1:,} layers")
+            CheckpointProblem(
+                "layers", f"config.json has {key} {depth:,}, but {stack} has {max(present) + 1:,} layers"
+            )
         ]
     return []
 
@@ -507,7 +514,7 @@ def _find_wrong_shapes(
     live: Mapping[str, Shape],
     config: Mapping[str, Any],
     expected: ExpectedTensors,
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     """Compare the shapes with the config."""
     if _is_quantized(checkpoint.tensors, config):
         return []
@@ -526,7 +533,7 @@ def _find_wrong_shapes(
     separate_heads = sizes.get("HD") != sizes.get("E")
     wrong = []
     for name, shape in live.items():
-        formulas = expected.shapes.get(mask_number(name))
+        formulas = expected.shapes.get(replace_layer_number(name))
         if formulas is None or name in behind or (shape == () and formulas):
             continue
         if separate_heads and _ATTENTION.search(name) and not any("D" in formula for formula in formulas):
@@ -541,7 +548,7 @@ def _find_wrong_shapes(
     if not wrong:
         return []
     return [
-        Problem(
+        CheckpointProblem(
             "shapes", f"{_count(wrong, 'tensor')} with a shape that contradicts config.json", tuple(wrong)
         )
     ]
@@ -550,7 +557,7 @@ def _find_wrong_shapes(
 # -- any model --------------------------------------------------------------------------------------------
 
 
-def _find_holes(shapes: Mapping[str, Shape]) -> list[Problem]:
+def _find_holes(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
     """Find missing layers, and single layers that lack tensors of all other layers."""
     problems = []
     for stack, layers in split_layers(shapes).items():
@@ -562,7 +569,7 @@ def _find_holes(shapes: Mapping[str, Shape]) -> list[Problem]:
         missing = [number for number in range(max(layers)) if number not in layers]
         if missing and len(missing) <= max(layers) // 2:
             names = tuple(f"{stack}.{number}" for number in missing)
-            problems.append(Problem("layers", "layers are missing between others", names))
+            problems.append(CheckpointProblem("layers", "layers are missing between others", names))
         kinds = Counter(frozenset(_mask_experts(rests)) for rests in layers.values())
         (usual, count), *_ = kinds.most_common(1)
         for number, rests in layers.items():
@@ -577,14 +584,14 @@ def _find_holes(shapes: Mapping[str, Shape]) -> list[Problem]:
                 and 0 < number < max(layers)
             ):
                 names = tuple(f"{stack}.{number}.{rest}" for rest in sorted(usual - own))
-                problems.append(Problem("missing", f"{_count(names, 'tensor')} missing", names))
+                problems.append(CheckpointProblem("missing", f"{_count(names, 'tensor')} missing", names))
         problems += _find_deviating_shapes(shapes, layers)
     return problems
 
 
 def _find_deviating_shapes(
     shapes: Mapping[str, Shape], layers: Mapping[int, Mapping[str, str]]
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     """Find layers in which one tensor has another shape than in all other layers.
 
     Layers of another width differ in several tensors. Only a damage changes one tensor of one layer.
@@ -599,7 +606,7 @@ def _find_deviating_shapes(
                 if len(numbers) == 1:
                     deviating.setdefault(numbers[0], []).append(rest)
     return [
-        Problem(
+        CheckpointProblem(
             "shapes",
             f"a tensor has the shape {list(shapes[layers[number][rests[0]]])}, which differs from the other "
             "layers",
@@ -610,7 +617,9 @@ def _find_deviating_shapes(
     ]
 
 
-def _find_missing_embeddings(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[Problem]:
+def _find_missing_embeddings(
+    shapes: Mapping[str, Shape], config: Mapping[str, Any]
+) -> list[CheckpointProblem]:
     """Find a causal language model with one table of words although its config does not tie embeddings."""
     words, architecture = list_numbers(config).get("vocab_size", 0), get_architecture(config) or ""
     is_draft = any("draft" in key or "eagle" in key for key in config)
@@ -622,7 +631,7 @@ def _find_missing_embeddings(shapes: Mapping[str, Shape], config: Mapping[str, A
     if len(tables) != 1:
         return []
     return [
-        Problem(
+        CheckpointProblem(
             "missing",
             f"config.json has {_TIE} false and vocab_size {words:,}, but only one tensor has as many rows: "
             "input or output embeddings are missing",
@@ -640,7 +649,7 @@ def _mask_experts(rests: Iterable[str]) -> set[str]:
 
 def _find_expert_problems(
     shapes: Mapping[str, Shape], config: Mapping[str, Any], *, is_known: bool
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     """Compare the number of experts with the config, and the experts of a layer with each other."""
     counts = _list_expert_counts(config) or (_list_expert_counts(config, least=0) if is_known else set())
     modules: dict[str, dict[int, set[str]]] = {}
@@ -675,7 +684,7 @@ def _find_expert_problems(
     problems = []
     if holes:
         problems.append(
-            Problem(
+            CheckpointProblem(
                 "experts",
                 f"{_count(holes, 'expert or tensor' if len(holes) == 1 else 'experts or tensor')} missing",
                 tuple(holes),
@@ -683,7 +692,7 @@ def _find_expert_problems(
         )
     if wrong:
         problems.append(
-            Problem(
+            CheckpointProblem(
                 "experts",
                 f"config.json has {' or '.join(f'{count:,}' for count in sorted(counts))} experts, but",
                 tuple(wrong),
@@ -748,7 +757,7 @@ def _read_samples(weights: Sequence[_ExpertWeight]) -> dict[_ExpertWeight, Array
 
 def _find_bad_values(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, is_remote: bool
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
     groups = _group_expert_weights(tensors, config)
     samples: dict[_ExpertWeight, Array] = {}
@@ -779,11 +788,13 @@ def _find_bad_values(
     problems = []
     if zero:
         problems.append(
-            Problem("zero experts", f"{_count(zero, 'weight')} of experts with only zeros", tuple(zero), lost)
+            CheckpointProblem(
+                "zero experts", f"{_count(zero, 'weight')} of experts with only zeros", tuple(zero), lost
+            )
         )
     if equal:
         problems.append(
-            Problem(
+            CheckpointProblem(
                 "equal experts",
                 f"{_count(equal, 'weight')} of experts equal to another expert",
                 tuple(equal),
@@ -841,7 +852,7 @@ class _ExpertWeight:
 
 def _find_contradictions(
     checkpoint: Checkpoint, config: Mapping[str, Any], expected: ExpectedTensors | None
-) -> list[Problem]:
+) -> list[CheckpointProblem]:
     """Find settings of the config that contradict the tensors, and that a conversion corrects."""
     problems = []
     tensors = checkpoint.tensors
@@ -850,7 +861,7 @@ def _find_contradictions(
     rules = find_name_rules(checkpoint) if stacks and checkpoint.format == "safetensors" else None
     if rules is not None and checkpoint.names == "stored" and are_live(tensors, rules):
         problems.append(
-            Problem(
+            CheckpointProblem(
                 NAMES_IN_MEMORY,
                 f"{_count(stacks, 'stack')} of experts, although the type has one tensor for each expert",
                 stacks,
@@ -861,7 +872,7 @@ def _find_contradictions(
         )
     if find_stale_quantization(tensors, config):
         problems.append(
-            Problem(
+            CheckpointProblem(
                 "stale quantization_config",
                 "config.json has a quantization_config, but no tensor is quantized",
                 cause="a conversion removes the key",
@@ -871,7 +882,7 @@ def _find_contradictions(
     if tie := find_split_tie(tensors, config):
         head, embedding = tie
         problems.append(
-            Problem(
+            CheckpointProblem(
                 "split tie",
                 f"config.json ties the embeddings, but {head} differs from {embedding}",
                 cause=f"a conversion writes {_TIE}: false",

@@ -65,7 +65,7 @@ def raise_once() -> Iterator[None]:
 
 
 @contextmanager
-def without_interrupts() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Start child processes that never receive SIGINT.
 
     Ctrl-C in a terminal signals every process of the command. Children inherit the mask of this thread, so

@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def at_first_use(package: str) -> Callable[[str], Any]:
+def make_lazy_getattr(package: str) -> Callable[[str], Any]:
     """A `__getattr__` for `package`: a name of its `__all__` comes from where `if TYPE_CHECKING` imports it.
 
     Every module of a package passes its `__init__`, and few need all that it offers: importing numpy takes
     longer than converting a small checkpoint.
     """
 
-    def found(name: str) -> Any:
+    def get_attribute(name: str) -> Any:
         module = sys.modules[package]
         if name not in module.__all__:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = vars(module)[name] = getattr(import_module(_homes(package)[name]), name)
+        value = vars(module)[name] = getattr(import_module(_map_names_to_modules(package)[name]), name)
         return value
 
-    return found
+    return get_attribute
 
 
 @cache
-def _homes(package: str) -> dict[str, str]:
+def _map_names_to_modules(package: str) -> dict[str, str]:
     """The modules that the source of a package imports names from, by name."""
     import ast  # only where a name is asked for
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 from converters.storage.bytes import CHUNK
 from converters.storage.folder import Folder
 from converters.storage.places import names_below
@@ -45,7 +45,7 @@ Entries = dict[str, dict[str, int]]
 _ANOTHER_FORMAT = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_universal|zero/.*/fp32\.pt)")
 
 
-def manifest_entries(folder: Path) -> Entries:
+def compute_entries(folder: Path) -> Entries:
     """The manifest entries of the files below a local ``folder``."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries: Entries = {}
@@ -61,31 +61,31 @@ def manifest_entries(folder: Path) -> Entries:
     return entries
 
 
-def manifest_text(entries: Mapping[str, Mapping[str, int]], **about: Any) -> str:
+def format_manifest(entries: Mapping[str, Mapping[str, int]], **about: Any) -> str:
     """The text of a manifest.
 
     Args:
-        entries: from :func:`manifest_entries`, of all ranks.
+        entries: from :func:`compute_entries`, of all ranks.
         about: other fields: the step, the run.
     """
     document = {"version": _VERSION, **about, "files": dict(sorted(entries.items()))}
-    return json.dumps({**document, "crc32": _crc32_of(document)}) + "\n"
+    return json.dumps({**document, "crc32": _compute_own_crc32(document)}) + "\n"
 
 
 def read_manifest(folder: Place) -> dict[str, Any] | None:
     """The manifest of a checkpoint; None where there is none; CheckpointError where it is damaged."""
     path = folder / MANIFEST
     try:
-        found = json.loads(read_small_text(path, folder))
+        manifest = json.loads(read_small_text(path, folder))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
         raise CheckpointError(f"{path}: damaged") from None
-    if not isinstance(found, dict) or not _whole(found):
+    if not isinstance(manifest, dict) or not _is_complete(manifest):
         raise CheckpointError(f"{path}: damaged")
-    if found.get("version") != _VERSION:
+    if manifest.get("version") != _VERSION:
         raise CheckpointError(f"{path}: written by a newer version of this program; upgrade portable-trainer")
-    return found
+    return manifest
 
 
 def check_manifest(
@@ -107,19 +107,19 @@ def check_manifest(
     Raises:
         CheckpointError: a file is missing, differs from what was written, or was put in.
     """
-    found = read_manifest(folder)
-    if found is None:
+    manifest = read_manifest(folder)
+    if manifest is None:
         return None
     listed = names_below(folder)
     for name in sorted(listed):
-        if name not in found["files"] and _ANOTHER_FORMAT.fullmatch(name):
+        if name not in manifest["files"] and _ANOTHER_FORMAT.fullmatch(name):
             raise CheckpointError(
-                f"{printable(folder / name)}: not written by this save; move it out of the checkpoint"
+                f"{to_printable(folder / name)}: not written by this save; move it out of the checkpoint"
             )
     opened = Folder(folder)
-    checked = {name: entry for name, entry in found["files"].items() if only is None or only(name)}
+    checked = {name: entry for name, entry in manifest["files"].items() if only is None or only(name)}
     for name, entry in checked.items():
-        path = printable(folder / name)
+        path = to_printable(folder / name)
         if name not in listed:
             raise CheckpointError(f"{path}: missing, although {MANIFEST} names it")
         if (size := opened.file(name).nbytes) != entry["bytes"]:
@@ -138,25 +138,25 @@ def check_manifest(
     with ThreadPoolExecutor(_READS) as pool:
         for name, intact in zip(names, pool.map(is_intact, names), strict=True):
             if not intact:
-                raise CheckpointError(f"{printable(folder / name)}: damaged, or from another save")
-    return found
+                raise CheckpointError(f"{to_printable(folder / name)}: damaged, or from another save")
+    return manifest
 
 
 def is_named(folder: Place, name: str) -> bool:
     """Whether a checkpoint has a manifest that names this file."""
-    found = read_manifest(folder)
-    return found is not None and name in found["files"]
+    manifest = read_manifest(folder)
+    return manifest is not None and name in manifest["files"]
 
 
-def _whole(found: dict[str, Any]) -> bool:
+def _is_complete(manifest: dict[str, Any]) -> bool:
     """Whether a manifest matches its own CRC32 and all its entries are well formed."""
-    rest = {key: value for key, value in found.items() if key != "crc32"}
+    rest = {key: value for key, value in manifest.items() if key != "crc32"}
     try:
-        if found.get("crc32") != _crc32_of(rest):
+        if manifest.get("crc32") != _compute_own_crc32(rest):
             return False
     except RecursionError:  # nested just within what json.loads accepts
         return False
-    files = found.get("files")
+    files = manifest.get("files")
     return isinstance(files, dict) and all(
         stays_inside(name)
         and isinstance(entry, dict)
@@ -166,25 +166,25 @@ def _whole(found: dict[str, Any]) -> bool:
     )
 
 
-def _crc32_of(document: Mapping[str, Any]) -> int:
+def _compute_own_crc32(document: Mapping[str, Any]) -> int:
     return isal_zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
-def _crc32(file: SourceFile) -> int:
+def _compute_crc32(file: SourceFile) -> int:
     crc = 0
     buffer = memoryview(bytearray(min(CHUNK, file.nbytes)))
-    for at in range(0, file.nbytes, CHUNK):
-        part = buffer[: file.nbytes - at]
-        file.read_into(part, at, file.nbytes, file.nbytes)  # all of it, so an object is read ahead
+    for offset in range(0, file.nbytes, CHUNK):
+        part = buffer[: file.nbytes - offset]
+        file.read_into(part, offset, file.nbytes, file.nbytes)  # all of it, so an object is read ahead
         crc = isal_zlib.crc32(part, crc)
     return crc
 
 
-def _directory(file: SourceFile) -> int:
+def _compute_directory_crc32(file: SourceFile) -> int:
     from converters.containers.torchzip import TorchZip  # not at the top: slow to import
 
     return TorchZip(file).checksum
 
 
-_CHECKSUMS = {"crc32": _crc32, "directory": _directory}
+_CHECKSUMS = {"crc32": _compute_crc32, "directory": _compute_directory_crc32}
 """Of a file, by their keys in an entry."""

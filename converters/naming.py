@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState
 from converters.config_and_tokenizer_files import find_beside
 from converters.containers.shard_index import INDEX, SINGLE
-from converters.errors import OptimizerStateError, blame
+from converters.errors import OptimizerStateError, prefix_errors
 from converters.formats.safetensors import read_file
 from converters.formats.torchtitan import rename_from_torchtitan
 from converters.names.name_rules import (
@@ -27,7 +27,7 @@ from converters.names.name_rules import (
 from converters.names.published import are_live, arrange_for_files, arrange_for_memory
 from converters.storage.folder import Folder
 from converters.storage.safe_open import read_small_table
-from converters.tensors.arranged import ZEROS, arrange
+from converters.tensors.arranged import ZEROS, build_arranged_tensor
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
     live = are_live(checkpoint.tensors, rules)
     if not live and not rules.file_shapes:
         return checkpoint
-    with blame(checkpoint.root):
+    with prefix_errors(checkpoint.root):
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_files(shapes, rules)
     # Some models have the published names in memory too, so only the shapes of some tensors differ.
@@ -189,7 +189,7 @@ def rename_to_live(
     rules = find_name_rules(checkpoint) if rules is None else rules
     if rules is None or are_live(checkpoint.tensors, rules):
         return checkpoint
-    with blame(checkpoint.root):
+    with prefix_errors(checkpoint.root):
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_memory(shapes, rules, live)
     renaming = Renaming(rules.rules, write=False)
@@ -214,8 +214,10 @@ def _rename(
         A new `Checkpoint`.
     """
     tensors = checkpoint.tensors
-    with blame(checkpoint.root):
-        arranged = {name: arrange(name, values, tensors) for name, values in arrangements.items()}
+    with prefix_errors(checkpoint.root):
+        arranged = {
+            name: build_arranged_tensor(name, values, tensors) for name, values in arrangements.items()
+        }
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     new_names = {
         values.find_identical_source(shapes.__getitem__) or "": name
@@ -302,7 +304,7 @@ def _rearrange_state(
         isinstance(part, Tensor) and part.shape == tensors[source].shape for source, part in parts.items()
     )
     if same_shape and all(tile.source != ZEROS for tile in values.tiles):
-        return arrange(name, values, parts)
+        return build_arranged_tensor(name, values, parts)
     is_renamed = (
         len(values.tiles) == 1 and values.find_identical_source(lambda name: tensors[name].shape) == source
     )

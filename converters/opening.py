@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, CommandError
-from converters.formats import Detected, Source, detect, formats
+from converters.formats import CheckpointPath, Detected, detect, iter_formats
 from converters.names.canonical import is_number
 from converters.storage.completion_markers import INCOMPLETE
 from converters.storage.path_or_url import place
@@ -72,11 +72,11 @@ def open_checkpoint(
         raise CommandError(f"{root}: no such file or folder")
     if not (root.is_file() or root.is_dir()):
         raise CommandError(f"{root}: is neither a file nor a folder")
-    format, source, found = _locate(root, tag)
+    format, source, match = _locate_checkpoint(root, tag)
     try:
         config = companions.get("config.json") if companions else None
         source = replace(source, order=tuple(order), config=config, rank=rank, build_once=build_once)
-        checkpoint = format.open(source, found)
+        checkpoint = format.open(source, match)
         return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
         raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None
@@ -92,45 +92,45 @@ def read_pickled(path: str | Place) -> Any:
     Raises:
         CheckpointError: damaged, or it holds a class that torch itself does not write.
     """
-    from converters.containers.pickle_reader import plain
+    from converters.containers.pickle_reader import to_json_value
     from converters.containers.torchzip import TorchZip
     from converters.storage.folder import Folder
 
     path = place(path)
     try:
-        return plain(TorchZip(Folder(path.parent).file(path.name)).load())
+        return to_json_value(TorchZip(Folder(path.parent).file(path.name)).load())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
 
 
-def _locate(root: Place, tag: str | None) -> Detected:
-    if not _whole(root):
-        raise CheckpointError(_unfinished(root))
-    source = Source(root, tag)
-    steps = _steps(root)
+def _locate_checkpoint(root: Place, tag: str | None) -> Detected:
+    if not _is_finished(root):
+        raise CheckpointError(_explain_unfinished(root))
+    source = CheckpointPath(root, tag)
+    steps = _list_steps(root)
     if tag is not None and steps:
         matching = [
             step for number, step in steps if tag == step.name or (is_number(tag) and int(tag) == number)
         ]
         if matching:
-            source = Source(_inside(root, matching[0]))
-            found = detect(source) if _whole(source.path) else None
-            if found is None:
-                raise CheckpointError(_why_not(source))
-            return found
-    found = detect(source)
-    if found is not None and (tag is None or found.format.tags):
-        return found
+            source = CheckpointPath(_check_inside(root, matching[0]))
+            match = detect(source) if _is_finished(source.path) else None
+            if match is None:
+                raise CheckpointError(_explain_unknown(source))
+            return match
+    match = detect(source)
+    if match is not None and (tag is None or match.format.tags):
+        return match
     if tag is not None:
-        known = ", ".join(step.name for _, step in steps[:8]) or "none"
-        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available: {known}")
+        step_names = ", ".join(step.name for _, step in steps[:8]) or "none"
+        raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available: {step_names}")
     chosen: dict[str, Detected] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
         if kind not in chosen:
-            found = detect(Source(_inside(root, step))) if _whole(step) else None
-            if found is not None:
-                chosen[kind] = found
+            match = detect(CheckpointPath(_check_inside(root, step))) if _is_finished(step) else None
+            if match is not None:
+                chosen[kind] = match
     if len(chosen) > 1:
         names = " and ".join(sorted(each.source.path.name for each in chosen.values())[:4])
         raise CommandError(
@@ -138,28 +138,28 @@ def _locate(root: Place, tag: str | None) -> Detected:
         )
     if chosen:
         return next(iter(chosen.values()))
-    raise CheckpointError(_why_not(Source(steps[0][1]) if steps else source))
+    raise CheckpointError(_explain_unknown(CheckpointPath(steps[0][1]) if steps else source))
 
 
-def _inside(root: Place, step: Place) -> Place:
+def _check_inside(root: Place, step: Place) -> Place:
     """`step`; LinkError if a link in it leaves the run folder."""
     inside(step, root)
     return step
 
 
-def _whole(path: Place) -> bool:
+def _is_finished(path: Place) -> bool:
     """Whether no unfinished write is marked here, in a store or in a copy of it."""
     return not is_unfinished(path.parent if path.is_file() else path)
 
 
-def _unfinished(path: Place) -> str:
+def _explain_unfinished(path: Place) -> str:
     return (
         f"{path}: holds {INCOMPLETE} and no completion marker: its writer is still running or was killed; "
         "choose another step"
     )
 
 
-def _steps(root: Place) -> list[tuple[int, Place]]:
+def _list_steps(root: Place) -> list[tuple[int, Place]]:
     """Step folders in `root` and in its `checkpoints/` (torchtitan: `checkpoint/`), newest first."""
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):
@@ -175,12 +175,12 @@ def _steps(root: Place) -> list[tuple[int, Place]]:
     return sorted(steps, key=lambda step: (-step[0], step[1].name))
 
 
-def _why_not(source: Source) -> str:
-    if not _whole(source.path):
-        return _unfinished(source.path)
-    for known in formats():
-        reason = known.incomplete(source)
+def _explain_unknown(source: CheckpointPath) -> str:
+    if not _is_finished(source.path):
+        return _explain_unfinished(source.path)
+    for format_ in iter_formats():
+        reason = format_.incomplete(source)
         if reason:
             return reason
-    names = ", ".join(known.name for known in formats())
+    names = ", ".join(format_.name for format_ in iter_formats())
     return f"{source.path}: no checkpoint of a known format here ({names})"

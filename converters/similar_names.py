@@ -36,7 +36,7 @@ def find_similar(
     from difflib import SequenceMatcher  # only for an error, because it takes milliseconds
 
     whole, last = SequenceMatcher(), SequenceMatcher()
-    folded_name = _fold(name)
+    folded_name = _normalize_name(name)
     whole.set_seq2(folded_name)
     last.set_seq2(folded_name.rpartition(".")[2])
 
@@ -49,7 +49,7 @@ def find_similar(
 
     scores: dict[str, float] = {}
     for candidate in candidates:
-        folded = _fold(candidate)
+        folded = _normalize_name(candidate)
         score = compute_ratio(whole, folded)
         if compare_last_parts:
             score = max(score, compute_ratio(last, folded.rpartition(".")[2]) - _PENALTY)
@@ -73,5 +73,5 @@ def suggest_name(
     return f"; did you mean {prefix}{similar[0]}?" if similar else ""
 
 
-def _fold(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return name.lower().replace("-", "_")[:_MAX_LENGTH]

@@ -89,6 +89,6 @@ _refuse_others()
 sys.meta_path.insert(0, _Beside)
 
 
-from converters.lazy import at_first_use  # noqa: E402  (of the folder beside this one)
+from converters.lazy import make_lazy_getattr  # noqa: E402  (of the folder beside this one)
 
-__getattr__ = at_first_use(__name__)
+__getattr__ = make_lazy_getattr(__name__)

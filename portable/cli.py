@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import REFUSED, command
+from converters.commands import REFUSED, wrap_main
 from portable.errors import ReportedElsewhereError, RunError, UserError, report
 from portable.ranks.ending import ends_with
 from portable.ranks.parent_death import die_with_parent
@@ -41,7 +41,7 @@ def do(name: str, *arguments: Any) -> int:
     return code
 
 
-@command
+@wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     try:

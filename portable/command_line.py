@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from converters.commands import version_line
-from converters.console import say
+from converters.commands import format_version
+from converters.console import print_line
 from portable.config import flags
 from portable.config.load import assemble, load_config
 from portable.config.numbers import Reason
@@ -184,7 +184,7 @@ def read_command(
         from portable.config import help_text
 
         columns = shutil.get_terminal_size().columns
-        say(help_text.render(command_line.help, RunConfig, options, usage, columns))
+        print_line(help_text.render(command_line.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
     origins: dict[SettingPath, Origin] = {
         (name,): Origin(f"--{name.replace('_', '-')}", 0, flag=True) for name in command_line.options
@@ -192,7 +192,7 @@ def read_command(
     validated = validate(options, command_line.options, origins)
     values = validated.model_dump(exclude_unset=True, by_alias=True)
     if values.pop("version", False):
-        say(version_line())
+        print_line(format_version())
         raise SystemExit(0)
     for name, key in (("quiet", "log.quiet"), ("allow_changes", "checkpoint.allow_changes")):
         if values.pop(name, False):

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from converters.console import complain
+from converters.console import print_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ class StoppedError(RunError):
 def report(error: Exception) -> None:
     """Print ``error`` to stderr as one ``error: ...`` line, or one for each mistake."""
     for line in error.lines if isinstance(error, MistakesError) else [error]:
-        complain(f"error: {one_line(line)}")
+        print_error(f"error: {one_line(line)}")
 
 
 def require(condition: bool, message: str) -> None:

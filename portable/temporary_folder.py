@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.writers.replace_folder import hold, let_go
+from converters.writers.replace_folder import lock_folder, release_lock
 from portable.errors import RunError, UserError, one_line
 from portable.terminal import tell
 
@@ -85,16 +85,16 @@ def scratch_folder(kind: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        let_go(held)
+        release_lock(held)
 
 
 def _new(kind: str) -> tuple[Path, int | None]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
-        held = hold(folder)
+        held = lock_folder(folder)
         if folder.exists():  # another process may have removed it before it was locked
             return folder, held
-        let_go(held)
+        release_lock(held)
 
 
 def _remove_leftover(folder: Path) -> None:
@@ -103,12 +103,12 @@ def _remove_leftover(folder: Path) -> None:
             return
     except FileNotFoundError:
         return
-    if (held := hold(folder)) is None:  # in use, not a folder, or no locks on this file system
+    if (held := lock_folder(folder)) is None:  # in use, not a folder, or no locks on this file system
         return
     try:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        let_go(held)
+        release_lock(held)
 
 
 T = TypeVar("T")

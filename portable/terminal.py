@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import coloured, fitted, visible
+from converters.console import color_label, escape_control_characters, wrap_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Terminal(logging.Handler):
     """Prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = coloured(fitted(visible(record.getMessage()), sys.stderr))
+        line = color_label(wrap_lines(escape_control_characters(record.getMessage()), sys.stderr))
         with suppress(OSError, AttributeError):  # stderr is closed
             if "tqdm" in sys.modules:
                 sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)

@@ -28,7 +28,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from converters.names.expected import SIZES, compute_sizes, is_tied, list_numbers, mask_number, split_layers
+from converters.names.expected import (
+    SIZES,
+    compute_sizes,
+    is_tied,
+    list_numbers,
+    replace_layer_number,
+    split_layers,
+)
 
 FILE = Path(__file__).resolve().parents[1] / "converters" / "names" / "expected_tensors.json"
 _IGNORED_KEYS = (
@@ -326,9 +333,9 @@ class _Observations:
     ) -> None:
         """Add a variant."""
         self.variants += 1
-        self.aliases |= {mask_number(name) for name in aliases}
+        self.aliases |= {replace_layer_number(name) for name in aliases}
         needed = {
-            mask_number(name)
+            replace_layer_number(name)
             for name in live
             if name not in aliases and not any(re.search(key, name) for key in ignored)
         }
@@ -363,7 +370,7 @@ class _Observations:
         sizes = compute_sizes(config)
         by_mask: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         for name, shape in live.items():
-            by_mask[mask_number(name)].add(shape)
+            by_mask[replace_layer_number(name)].add(shape)
         for mask, different in by_mask.items():
             if len(different) > 1:
                 self.uneven.add(mask)

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from converters.adapters.names import FINGERPRINT, MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
+from converters.adapters.names import (
+    FINGERPRINT,
+    MAGNITUDE,
+    PREFIX,
+    TOKENS,
+    AdapterTensorName,
+    parse_name,
+    split_adapter_and_base,
+    to_base_name,
+)
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_beside
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.numeric import np
 from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.tensors.dtypes import CASTABLE
@@ -19,7 +28,7 @@ from converters.tensors.dtypes import CASTABLE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.adapters.config import AdapterConfig
+    from converters.adapters.config import StoredAdapterConfig
     from converters.checkpoint import Aliases
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Shape, Tensor
@@ -32,7 +41,7 @@ _WRAPPED = "base_model."
 
 
 @dataclass(frozen=True)
-class Module:
+class AdapterModule:
     """The tensors of an adapter that change one module of the model.
 
     Attributes:
@@ -49,7 +58,7 @@ class Module:
         """The tensor of a kind: a module's weight, or a bare parameter."""
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
-    def pair(self) -> Pair | None:
+    def get_lora_pair(self) -> Pair | None:
         """The two factors of LoRA, and whether they are an embedding's."""
         for first, second, embedding in (
             ("lora_A", "lora_B", False),
@@ -64,7 +73,7 @@ class Module:
         return None
 
 
-class Adapter:
+class StoredAdapter:
     """One adapter of a checkpoint.
 
     Attributes:
@@ -78,8 +87,8 @@ class Adapter:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: AdapterConfig,
-        parts: Mapping[str, Part],
+        config: StoredAdapterConfig,
+        parts: Mapping[str, AdapterTensorName],
         base: Mapping[str, Tensor],
         trained_config: Place | None = None,
     ) -> None:
@@ -98,10 +107,10 @@ class Adapter:
     @property
     def has_base(self) -> bool:
         """Whether the same checkpoint holds the base's layers, and not only what a tied name kept in it."""
-        held = {name.rpartition(".")[0] for name in self.base}
-        return bool(held) and all(module.path in held for module in self.modules)
+        modules = {name.rpartition(".")[0] for name in self.base}
+        return bool(modules) and all(module.path in modules for module in self.modules)
 
-    def base_inside(self) -> Checkpoint:
+    def open_included_base(self) -> Checkpoint:
         """The base model that the same checkpoint holds.
 
         Raises:
@@ -127,25 +136,28 @@ class Adapter:
         """The fingerprint of the weights that it was trained on, where the checkpoint records it."""
         metadata = self.checkpoint.metadata
         state, header = metadata.get("trainer_state"), metadata.get("header")
-        kept = state.get("metadata") if isinstance(state, dict) else None
-        about = kept.get("adapter") if isinstance(kept, dict) else None
-        found = about.get("base") if isinstance(about, dict) else None
-        if found is None and isinstance(header, dict):
-            found = header.get(FINGERPRINT)
-        return found if isinstance(found, str) else None
+        saved_metadata = state.get("metadata") if isinstance(state, dict) else None
+        about = saved_metadata.get("adapter") if isinstance(saved_metadata, dict) else None
+        fingerprint = about.get("base") if isinstance(about, dict) else None
+        if fingerprint is None and isinstance(header, dict):
+            fingerprint = header.get(FINGERPRINT)
+        return fingerprint if isinstance(fingerprint, str) else None
 
     @cached_property
-    def modules(self) -> list[Module]:
+    def modules(self) -> list[AdapterModule]:
         """The modules that it changes, in the order of the file."""
         grouped: dict[str, dict[tuple[str, str], Tensor]] = {}
         for name, part in self.parts.items():
             if part.kind:
-                held = grouped.setdefault(f"{part.module} {part.wraps}", {})
-                held[part.kind, part.leaf] = self.checkpoint.tensors[name]
-        return [Module(key.rpartition(" ")[0], int(key.rpartition(" ")[2]), v) for key, v in grouped.items()]
+                tensors = grouped.setdefault(f"{part.module} {part.wraps}", {})
+                tensors[part.kind, part.leaf] = self.checkpoint.tensors[name]
+        return [
+            AdapterModule(key.rpartition(" ")[0], int(key.rpartition(" ")[2]), v)
+            for key, v in grouped.items()
+        ]
 
     @cached_property
-    def replaced(self) -> dict[tuple[str, str], Tensor]:
+    def replacements(self) -> dict[tuple[str, str], Tensor]:
         """(module, leaf) -> the tensor that replaces one of the base."""
         return {
             (part.module, part.leaf): self.checkpoint.tensors[name]
@@ -177,7 +189,7 @@ class Adapter:
         for name in sorted(self.checkpoint.tensors):
             tensor = self.checkpoint.tensors[name]
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-            for block in tensor.verified_blocks(_BLOCK):
+            for block in tensor.iter_verified_blocks(_BLOCK):
                 if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32, copy=False)).all():
                     raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
                 digest.update(block.view(np.uint8).data)
@@ -186,17 +198,17 @@ class Adapter:
     def _check(self) -> None:
         """Refuse factors without each other, of another rank than the settings, or without a magnitude."""
         config = self.config
-        if config.type != "LORA" or config.unsupported is not None:
+        if config.type != "LORA" or config.unsupported_setting is not None:
             return  # its tensors may have any shapes; it is not merged
         for module in self.modules:
-            with blame(self.root):
-                pair = module.pair()
+            with prefix_errors(self.root):
+                pair = module.get_lora_pair()
             if pair is None:
                 if module.find(TOKENS) is None:
                     kind = next(iter(module.tensors))[0]
                     raise CheckpointError(f"{self.root}: {module.path}: {kind} without lora_A and lora_B")
                 continue
-            if not config.targets(module.path):
+            if not config.may_target(module.path):
                 raise CheckpointError(
                     f"{self.root}: {module.path}: has an adapter, but target_modules in {config.path} do not "
                     "name it; use the settings of this adapter"
@@ -225,7 +237,7 @@ class Adapter:
 
 def find_adapter(
     checkpoint: Checkpoint, *, config: Place | None = None, name: str | None = None
-) -> Adapter | None:
+) -> StoredAdapter | None:
     """The adapter that a checkpoint holds; None where it is a model without one.
 
     A checkpoint holds an adapter if its tensors have peft's names, and an `adapter_config.json` lies beside
@@ -241,8 +253,8 @@ def find_adapter(
     """
     names = [*checkpoint.tensors, *checkpoint.aliases]
     wrapped = any(key.startswith(PREFIX) for key in names)
-    known = wrapped or names == [_PROMPT] or all(key.startswith(_WRAPPED) for key in names)
-    if not known and all(part_of(key) is None for key in names):
+    is_adapter = wrapped or names == [_PROMPT] or all(key.startswith(_WRAPPED) for key in names)
+    if not is_adapter and all(parse_name(key) is None for key in names):
         return None
     config = config if config is not None else find_beside(checkpoint.root, ADAPTER_CONFIG)
     from_verl = find_beside(checkpoint.root, VERL_CONFIG) if config is None else None
@@ -257,7 +269,7 @@ def find_adapter(
     from converters.adapters.config import read_config
 
     settings = read_config(config)
-    parts, others = assign(names, bias=settings.bias, wanted=name, where=checkpoint.root)
+    parts, others = split_adapter_and_base(names, bias=settings.bias, wanted=name, location=checkpoint.root)
     if not parts:
         return None
     documents: dict[str, bytes] = {}
@@ -266,20 +278,20 @@ def find_adapter(
         text = json.dumps({**settings.values, "target_modules": modules}, indent=2)
         documents = {ADAPTER_CONFIG: f"{text}\n".encode()}
     # Tied parameters are one tensor; peft saves each name.
-    held = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
+    tensors = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
     saved = {key: part.saved for key, part in parts.items()}
     # A folder that has a config.json would be taken for a whole model.
     companions = {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
 
-    def optimizer(_: Aliases) -> OptimizerState | None:
-        return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved.get)
+    def open_optimizer(_: Aliases) -> OptimizerState | None:
+        return None if checkpoint.optimizer is None else checkpoint.optimizer.rename_parameters(saved.get)
 
-    return Adapter(
+    return StoredAdapter(
         Checkpoint(
             format=checkpoint.format,
             root=checkpoint.root,
-            tensors={saved[key]: held[key] for key in parts},
-            optimizer=optimizer,
+            tensors={saved[key]: tensors[key] for key in parts},
+            optimizer=open_optimizer,
             metadata=checkpoint.metadata,
             companions=companions if documents else {**companions, ADAPTER_CONFIG: config},
             documents=documents,
@@ -287,6 +299,6 @@ def find_adapter(
         ),
         settings,
         {part.saved: part for part in parts.values()},
-        {base_name(key): held[key] for key in others if key in checkpoint.tensors},
+        {to_base_name(key): tensors[key] for key in others if key in checkpoint.tensors},
         checkpoint.companions.get("config.json"),
     )

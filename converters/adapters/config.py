@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.patterns import Matcher, PatternError
-from converters.errors import CheckpointError, CommandError, printable
+from converters.errors import CheckpointError, CommandError, to_printable
 from converters.limits import MAX_COUNT, MAX_PATTERNS
 from converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from converters.storage.path_or_url import place
@@ -58,7 +58,7 @@ CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
+class StoredAdapterConfig:
     """The settings that the arithmetic of an adapter needs.
 
     Attributes:
@@ -85,7 +85,7 @@ class AdapterConfig:
     matcher: Matcher = field(default_factory=Matcher, compare=False, repr=False)
 
     @property
-    def base(self) -> str | None:
+    def base_model(self) -> str | None:
         """The name or path of the base model, where the file records it."""
         name = self.values.get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
@@ -105,11 +105,11 @@ class AdapterConfig:
         return int(match[1]), int(match[2])
 
     @property
-    def unsupported(self) -> str | None:
+    def unsupported_setting(self) -> str | None:
         """A setting that may change what is added to a weight in a way that is not known here."""
         return next((key for key, value in self.values.items() if value and key not in KNOWN), None)
 
-    def targets(self, module: str) -> bool:
+    def may_target(self, module: str) -> bool:
         """Whether `target_modules` may mean this module; lists are compared by the last part of a name.
 
         The parts above it differ between versions of transformers.
@@ -121,11 +121,11 @@ class AdapterConfig:
 
     def rank(self, name: str) -> int:
         """The rank of the module or parameter `name`."""
-        return self.rank_pattern.get(self._matching(self.rank_pattern, name), self.r)
+        return self.rank_pattern.get(self._find_pattern(self.rank_pattern, name), self.r)
 
-    def scaling(self, name: str) -> float:
+    def compute_scaling(self, name: str) -> float:
         """The factor of its product."""
-        alpha = self.alpha_pattern.get(self._matching(self.alpha_pattern, name), self.alpha)
+        alpha = self.alpha_pattern.get(self._find_pattern(self.alpha_pattern, name), self.alpha)
         rank = self.rank(name)
         return float(alpha / rank**0.5 if self.rslora else alpha / rank)
 
@@ -134,39 +134,41 @@ class AdapterConfig:
         if self.feedforward is None:
             return None
         if isinstance(self.feedforward, str):
-            with self._matched("feedforward_modules"):
+            with self._prefix_pattern_errors("feedforward_modules"):
                 return self.matcher.fullmatch(self.feedforward, module) is not None
         return any(module == name or module.endswith("." + name) for name in self.feedforward)
 
-    def _matching(self, patterns: Mapping[str, Any], name: str) -> str:
+    def _find_pattern(self, patterns: Mapping[str, Any], name: str) -> str:
         """The first pattern that matches the end of `name`."""
-        with self._matched("rank_pattern" if patterns is self.rank_pattern else "alpha_pattern"):
-            found = (key for key in patterns if self.matcher.match(_pattern_at_end(key), name))
-            return next(found, name)
+        with self._prefix_pattern_errors(
+            "rank_pattern" if patterns is self.rank_pattern else "alpha_pattern"
+        ):
+            matches = (key for key in patterns if self.matcher.match(_anchor_pattern(key), name))
+            return next(matches, name)
 
     @contextmanager
-    def _matched(self, key: str) -> Iterator[None]:
+    def _prefix_pattern_errors(self, key: str) -> Iterator[None]:
         try:
             yield
         except PatternError as error:
-            raise CheckpointError(f"{self.path}: {key}: {printable(error)}") from None
+            raise CheckpointError(f"{self.path}: {key}: {to_printable(error)}") from None
 
 
-def _pattern_at_end(pattern: str) -> str:
+def _anchor_pattern(pattern: str) -> str:
     """The pattern with which peft's `get_pattern_key` looks for a name that ends in one."""
     return rf"(.*\.)?({pattern})$"
 
 
-def given_config(named: str) -> Place:
+def find_config_file(name_or_path: str) -> Place:
     """The file that `--adapter-config` names, or that lies in the folder that it names."""
-    path = place(named)
+    path = place(name_or_path)
     path = path / ADAPTER_CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise CommandError(f"--adapter-config {named}: no such file")
+        raise CommandError(f"--adapter-config {name_or_path}: no such file")
     return path
 
 
-def read_config(path: Place) -> AdapterConfig:
+def read_config(path: Place) -> StoredAdapterConfig:
     """Read and check an `adapter_config.json`.
 
     Raises:
@@ -180,47 +182,49 @@ def read_config(path: Place) -> AdapterConfig:
         raise CheckpointError(f"{path}: damaged, not readable as JSON") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: damaged, not a table of settings")
-    reader = _Reader(path, values)
+    reader = _ConfigReader(path, values)
     kind = values.get("peft_type")
     if path.name == VERL_CONFIG and kind is None:
         kind = "LORA"
         values = {"peft_type": kind, "target_modules": None, **values}
-        reader = _Reader(path, values)
+        reader = _ConfigReader(path, values)
     if kind not in TYPES:
-        shown = printable(kind)[:40]
+        shown = to_printable(kind)[:40]
         raise CheckpointError(f"{path}: peft_type {shown!r} is not supported ({', '.join(TYPES)} are)")
     common: dict[str, Any] = {
         "path": path,
         "type": kind,
-        "fan_in_fan_out": reader.flag("fan_in_fan_out"),
+        "fan_in_fan_out": reader.read_flag("fan_in_fan_out"),
         "values": values,
         "matcher": reader.matcher,
     }
     if kind == "IA3":
-        return AdapterConfig(**common, feedforward=reader.names_or_pattern("feedforward_modules"))
+        return StoredAdapterConfig(**common, feedforward=reader.read_names_or_pattern("feedforward_modules"))
     if kind == "TRAINABLE_TOKENS":
-        named = reader.names("target_modules") or ("embed_tokens",)
-        indices = reader.indices("token_indices", values.get("token_indices"))
-        return AdapterConfig(**common, tokens=dict.fromkeys(named, indices))
+        embeddings = reader.read_names("target_modules") or ("embed_tokens",)
+        indices = reader.read_indices("token_indices", values.get("token_indices"))
+        return StoredAdapterConfig(**common, tokens=dict.fromkeys(embeddings, indices))
     bias = values.get("bias") or "none"
     if bias not in _BIASES:
-        raise CheckpointError(f"{path}: bias {printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}")
-    return AdapterConfig(
+        raise CheckpointError(f"{path}: bias {to_printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}")
+    return StoredAdapterConfig(
         **common,
-        r=int(reader.number("r", values.get("r", 8), whole=True)),
-        alpha=reader.number("lora_alpha", values.get("lora_alpha", 8)),
-        rank_pattern={key: int(value) for key, value in reader.patterns("rank_pattern", whole=True).items()},
-        alpha_pattern=reader.patterns("alpha_pattern"),
-        rslora=reader.flag("use_rslora"),
-        dora=reader.flag("use_dora"),
+        r=int(reader.read_number("r", values.get("r", 8), whole=True)),
+        alpha=reader.read_number("lora_alpha", values.get("lora_alpha", 8)),
+        rank_pattern={
+            key: int(value) for key, value in reader.read_patterns("rank_pattern", whole=True).items()
+        },
+        alpha_pattern=reader.read_patterns("alpha_pattern"),
+        rslora=reader.read_flag("use_rslora"),
+        dora=reader.read_flag("use_dora"),
         bias=bias,
-        target_parameters=reader.names("target_parameters"),
-        tokens=reader.tokens("trainable_token_indices"),
-        tie=reader.flag("ensure_weight_tying"),
+        target_parameters=reader.read_names("target_parameters"),
+        tokens=reader.read_tokens("trainable_token_indices"),
+        tie=reader.read_flag("ensure_weight_tying"),
     )
 
 
-class _Reader:
+class _ConfigReader:
     """Typed access to the settings of one file."""
 
     def __init__(self, path: Place, values: Mapping[str, Any]) -> None:
@@ -228,65 +232,69 @@ class _Reader:
         self.values = values
         self.matcher = Matcher()
 
-    def wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key} is {printable(repr(value))[:60]}, not {wanted}")
+    def build_error(self, key: str, value: object, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {wanted}")
 
-    def flag(self, key: str) -> bool:
+    def read_flag(self, key: str) -> bool:
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
+            raise self.build_error(key, value, "true or false")
         return bool(value)
 
-    def number(self, key: str, value: Any, *, whole: bool = False) -> float:
+    def read_number(self, key: str, value: Any, *, whole: bool = False) -> float:
         kinds = (int,) if whole else (int, float)
         if type(value) not in kinds or not abs(value) < MAX_COUNT or (whole and value < 1):
-            raise self.wrong(key, value, "a positive integer" if whole else "a number")
+            raise self.build_error(key, value, "a positive integer" if whole else "a number")
         return float(value)
 
-    def names(self, key: str) -> tuple[str, ...]:
+    def read_names(self, key: str) -> tuple[str, ...]:
         value = self.values.get(key)
         value = [value] if isinstance(value, str) else value if value is not None else []
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self.wrong(key, value, "a list of names")
+            raise self.build_error(key, value, "a list of names")
         return tuple(value)
 
-    def names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
+    def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
         value = self.values.get(key)
         if value is None:
             return None
-        return self.pattern(key, value) if isinstance(value, str) else self.names(key)
+        return self.check_pattern(key, value) if isinstance(value, str) else self.read_names(key)
 
-    def pattern(self, key: str, text: str) -> str:
+    def check_pattern(self, key: str, text: str) -> str:
         """`text`, a regular expression."""
         try:
-            self.matcher.check(_pattern_at_end(text))
+            self.matcher.check(_anchor_pattern(text))
         except PatternError:
-            raise self.wrong(key, text, "a regular expression") from None
+            raise self.build_error(key, text, "a regular expression") from None
         return text
 
-    def patterns(self, key: str, *, whole: bool = False) -> dict[str, float]:
+    def read_patterns(self, key: str, *, whole: bool = False) -> dict[str, float]:
         value = self.values.get(key)
         if value is None:
             return {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
-            raise self.wrong(key, value, "a table of names and numbers")
+            raise self.build_error(key, value, "a table of names and numbers")
         return {
-            self.pattern(key, name): self.number(f"{key} of {name[:60]!r}", number, whole=whole)
+            self.check_pattern(key, name): self.read_number(f"{key} of {name[:60]!r}", number, whole=whole)
             for name, number in value.items()
         }
 
-    def indices(self, key: str, value: Any) -> tuple[int, ...]:
-        if not isinstance(value, list) or not all(type(at) is int and 0 <= at < 1 << 40 for at in value):
-            raise self.wrong(key, value, "a list of token numbers")
+    def read_indices(self, key: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list) or not all(
+            type(index) is int and 0 <= index < 1 << 40 for index in value
+        ):
+            raise self.build_error(key, value, "a list of token numbers")
         if len(set(value)) != len(value):
             raise CheckpointError(f"{self.path}: {key} names a token twice")
         return tuple(value)
 
-    def tokens(self, key: str) -> dict[str, tuple[int, ...]]:
+    def read_tokens(self, key: str) -> dict[str, tuple[int, ...]]:
         """Module name -> its trainable tokens; `""` for the input embedding."""
         value = self.values.get(key)
         if value is None:
             return {}
         if isinstance(value, dict):
-            return {name: self.indices(f"{key} of {name[:60]!r}", at) for name, at in value.items()}
-        return {"": self.indices(key, value)}
+            return {
+                name: self.read_indices(f"{key} of {name[:60]!r}", indices) for name, indices in value.items()
+            }
+        return {"": self.read_indices(key, value)}

@@ -58,7 +58,7 @@ def _add_product(rows: Array, left: Array, right: Array) -> None:
     rows += product
 
 
-def _overlap(block: Array, first: int, row: int, count: int) -> tuple[slice, slice] | None:
+def _find_overlap(block: Array, first: int, row: int, count: int) -> tuple[slice, slice] | None:
     """(rows of the block, the same rows counted from `row`) of those in [row, row + count)."""
     low, high = max(first, row), min(first + len(block), row + count)
     return (slice(low - first, high - first), slice(low - row, high - row)) if low < high else None
@@ -80,10 +80,10 @@ class LowRank:
     magnitude: Callable[[], Array] | None = None
 
     def apply(self, block: Array, first: int) -> None:
-        found = _overlap(block, first, self.row, self.count)
-        if found is None:
+        overlap = _find_overlap(block, first, self.row, self.count)
+        if overlap is None:
             return
-        here, there = found
+        here, there = overlap
         left, right = self.factors()
         there = slice(there.start + self.start, there.stop + self.start)
         rows = block[here]
@@ -110,7 +110,7 @@ class ColumnMagnitude:
         rows, columns = before.shape
         # float64: the sum runs over all rows, one block after the other.
         total = np.zeros(columns)
-        for block in before.verified_blocks(max(_BLOCK, before.nbytes // rows)):
+        for block in before.iter_verified_blocks(max(_BLOCK, before.nbytes // rows)):
             total += np.square(block.reshape(-1, columns)).sum(axis=0, dtype=np.float64)
         return (self.magnitude() / np.sqrt(total)).astype(np.float32)
 
@@ -131,10 +131,10 @@ class Scale:
     columns: bool
 
     def apply(self, block: Array, first: int) -> None:
-        found = _overlap(block, first, self.row, self.count)
-        if found is None:
+        overlap = _find_overlap(block, first, self.row, self.count)
+        if overlap is None:
             return
-        here, there = found
+        here, there = overlap
         if self.columns:
             block[here] *= self.vector()
         else:
@@ -159,22 +159,22 @@ class ReplaceRows:
     values: Callable[[], Array]
 
     def apply(self, block: Array, first: int) -> None:
-        inside = [at for at, row in enumerate(self.rows) if first <= row < first + len(block)]
+        inside = [index for index, row in enumerate(self.rows) if first <= row < first + len(block)]
         if inside:
-            block[[self.rows[at] - first for at in inside]] = self.values()[inside]
+            block[[self.rows[index] - first for index in inside]] = self.values()[inside]
 
 
-def same(left: Edit, right: Edit) -> bool:
+def is_same_edit(left: Edit, right: Edit) -> bool:
     """Whether two edits do the same: their fields are equal, or give equal arrays."""
     if type(left) is not type(right):
         return False
     names = [each.name for each in fields(left) if each.compare]  # type: ignore[arg-type]
-    return all(_equal(getattr(left, name), getattr(right, name)) for name in names)
+    return all(_is_equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _is_equal(left: Any, right: Any) -> bool:
     if callable(left) and callable(right):
-        return left is right or _equal(left(), right())
+        return left is right or _is_equal(left(), right())
     if isinstance(left, tuple) and isinstance(right, tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
+        return len(left) == len(right) and all(map(_is_equal, left, right))
     return bool(np.array_equal(left, right))

@@ -31,7 +31,7 @@ _SAVED_WHOLE = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterTensorName:
     """One tensor of an adapter.
 
     Attributes:
@@ -56,33 +56,37 @@ class Part:
         return f"{self.module}.{self.leaf}" if self.module else self.leaf
 
 
-def part_of(name: str) -> Part | None:
+def parse_name(name: str) -> AdapterTensorName | None:
     """The adapter's tensor that a live or saved name means; None for a name that only a model has."""
     if _MARKED.search(name) is None:  # most names of a model: it may have 100,000
         return None
     path = name.removeprefix(PREFIX).split(".")
-    for at, kind in enumerate(path):
+    for index, kind in enumerate(path):
         if kind == _ORIGINAL:
             return None
-        if kind == _MODULES_TO_SAVE and len(path) > at + 2:
-            plain = [*path[:at], *path[at + 2 :]]
-            return Part(".".join(plain[:-1]), 0, "", plain[-1], _saved(plain), path[at + 1])
+        if kind == _MODULES_TO_SAVE and len(path) > index + 2:
+            plain = [*path[:index], *path[index + 2 :]]
+            return AdapterTensorName(
+                ".".join(plain[:-1]), 0, "", plain[-1], _to_saved_name(plain), path[index + 1]
+            )
         if kind in KINDS:
-            adapter, leaf = _tail(path[at + 1 :])
+            adapter, leaf = _split_tail(path[index + 1 :])
             if adapter == "":
                 return None
-            module, wraps = _unwrapped(path[:at])
+            module, wraps = _strip_wrappers(path[:index])
             # Saved as it was when the magnitude was a parameter and not a module.
             end = [leaf] if leaf and kind != MAGNITUDE else []
-            return Part(module, wraps, kind, leaf, _saved([*path[: at + 1], *end]), adapter)
+            return AdapterTensorName(
+                module, wraps, kind, leaf, _to_saved_name([*path[: index + 1], *end]), adapter
+            )
     return None
 
 
-def _saved(path: list[str]) -> str:
+def _to_saved_name(path: list[str]) -> str:
     return PREFIX + ".".join(path)
 
 
-def _tail(tail: list[str]) -> tuple[str | None, str]:
+def _split_tail(tail: list[str]) -> tuple[str | None, str]:
     """(adapter's name or None, leaf) of what follows a kind; `""` as the name where it is neither."""
     if not tail:
         return None, ""
@@ -91,7 +95,7 @@ def _tail(tail: list[str]) -> tuple[str | None, str]:
     return (tail[0], tail[1]) if len(tail) == 2 and tail[1] in _LEAVES else ("", "")
 
 
-def _unwrapped(path: list[str]) -> tuple[str, int]:
+def _strip_wrappers(path: list[str]) -> tuple[str, int]:
     """The module of a path, and the number of wrappers at its end."""
     wraps = 0
     while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
@@ -100,16 +104,16 @@ def _unwrapped(path: list[str]) -> tuple[str, int]:
     return ".".join(path), wraps
 
 
-def replaced(name: str) -> Part:
+def parse_replacement(name: str) -> AdapterTensorName:
     """The tensor of the base that a name in peft's file replaces."""
     module, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-    module, wraps = _unwrapped(module.split("."))
-    return Part(module, wraps, "", leaf, _saved([name.removeprefix(PREFIX)]))
+    module, wraps = _strip_wrappers(module.split("."))
+    return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PREFIX)]))
 
 
-def assign(
-    names: Iterable[str], *, bias: str, wanted: str | None, where: object
-) -> tuple[dict[str, Part], list[str]]:
+def split_adapter_and_base(
+    names: Iterable[str], *, bias: str, wanted: str | None, location: object
+) -> tuple[dict[str, AdapterTensorName], list[str]]:
     """Sort the tensors of a checkpoint into those of an adapter, and those of its base.
 
     Args:
@@ -123,47 +127,49 @@ def assign(
         CheckpointError: several adapters, and none was named; or none of that name.
     """
     names = list(names)
-    parts = {name: part for name in names if (part := part_of(name)) is not None}
+    parts = {name: part for name in names if (part := parse_name(name)) is not None}
     rest = [name for name in names if name not in parts]
-    held = sorted({part.adapter for part in parts.values() if part.adapter is not None and part.kind})
-    if not held:
+    adapters = sorted({part.adapter for part in parts.values() if part.adapter is not None and part.kind})
+    if not adapters:
         # peft's own file: what is no part of the adapter replaces a tensor of the base. With `bias: all`,
         # peft also saves the biases of a replaced module under the names that it has in the live model.
         if all(name.startswith(PREFIX) for name in names):
             parts = {name: part for name, part in parts.items() if part.kind}
             rest = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
-            return parts | {name: replaced(name) for name in rest if name not in parts}, []
-    elif wanted is None and len(held) > 1:
+            return parts | {name: parse_replacement(name) for name in rest if name not in parts}, []
+    elif wanted is None and len(adapters) > 1:
         raise CheckpointError(
-            f"{where}: holds several adapters ({', '.join(held)}); choose one with --adapter-name"
+            f"{location}: holds several adapters ({', '.join(adapters)}); choose one with --adapter-name"
         )
-    if wanted is not None and wanted not in held:
-        raise CheckpointError(f"{where}: holds no adapter {wanted!r}; it holds {', '.join(held) or 'one'}")
-    chosen = wanted if wanted is not None else next(iter(held), None)
+    if wanted is not None and wanted not in adapters:
+        raise CheckpointError(
+            f"{location}: holds no adapter {wanted!r}; it holds {', '.join(adapters) or 'one'}"
+        )
+    chosen = wanted if wanted is not None else next(iter(adapters), None)
     parts = {name: part for name, part in parts.items() if part.adapter in (None, chosen)}
     modules = {part.module for part in parts.values() if part.kind}
     tokens = any(part.kind == TOKENS for part in parts.values())
     base: list[str] = []
     for name in rest:
-        part = replaced(name)
+        part = parse_replacement(name)
         original = _ORIGINAL in name.split(".")
         trained = part.leaf == "bias" and (
             bias == "all" or (bias != "none" and part.wraps > 0 and part.module in modules)
         )
-        whole = (
+        full = (
             part.wraps > 0
             and not tokens
             and part.module in modules
             and part.module.rpartition(".")[2] in _SAVED_WHOLE
         )
-        if not original and (trained or whole):
+        if not original and (trained or full):
             parts[name] = part
         else:
             base.append(name)
     return parts, base
 
 
-def base_name(name: str) -> str:
+def to_base_name(name: str) -> str:
     """The name in the plain model of a tensor of the base in a live adapter model."""
     return ".".join(
         part

@@ -48,13 +48,13 @@ class Matcher:
 
     def match(self, pattern: str, text: str) -> Any:
         """As `re.match`; PatternError where the time is used up."""
-        return self._timed(pattern, text, "match")
+        return self._match_with_timeout(pattern, text, "match")
 
     def fullmatch(self, pattern: str, text: str) -> Any:
         """As `re.fullmatch`; PatternError where the time is used up."""
-        return self._timed(pattern, text, "fullmatch")
+        return self._match_with_timeout(pattern, text, "fullmatch")
 
-    def _timed(self, pattern: str, text: str, method: str) -> Any:
+    def _match_with_timeout(self, pattern: str, text: str, method: str) -> Any:
         self.check(pattern)
         began = time.process_time()
         try:

@@ -13,7 +13,7 @@ _LANES, _LEAST = 1024, 1 << 16
 
 
 @cache
-def _table() -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ np.where(table & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
@@ -21,46 +21,46 @@ def _table() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 @cache
-def _plain_table() -> list[int]:
-    listed: list[int] = _table().tolist()
+def _list_byte_table() -> list[int]:
+    listed: list[int] = _build_byte_table().tolist()
     return listed
 
 
-def crc32c(data: bytes | memoryview) -> int:
+def compute_crc32c(data: bytes | memoryview) -> int:
     """The CRC-32C of `data`, as RFC 3720 defines it."""
     values = np.frombuffer(data, np.uint8)
     length = len(values) // _LANES if len(values) >= _LEAST else 0
     # What the stretches leave over comes first, byte by byte.
-    left = len(values) - length * _LANES
-    crc, plain = 0xFFFFFFFF, _plain_table()
-    for byte in values[:left].tolist():
+    remainder = len(values) - length * _LANES
+    crc, plain = 0xFFFFFFFF, _list_byte_table()
+    for byte in values[:remainder].tolist():
         crc = plain[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     if length:
-        table = _table()
+        table = _build_byte_table()
         lanes = np.zeros(_LANES, np.uint32)
-        columns = np.ascontiguousarray(values[left:].reshape(_LANES, length).T)
+        columns = np.ascontiguousarray(values[remainder:].reshape(_LANES, length).T)
         for column in columns:
             lanes = table[(lanes ^ column) & 0xFF] ^ (lanes >> np.uint32(8))
-        shift = _zeros(length)
+        shift = _build_zeros_matrix(length)
         for lane in lanes.tolist():
-            crc = _times(shift, crc) ^ lane
+            crc = _multiply_gf2(shift, crc) ^ lane
     return crc ^ 0xFFFFFFFF
 
 
 @cache
-def _zeros(count: int) -> tuple[int, ...]:
+def _build_zeros_matrix(count: int) -> tuple[int, ...]:
     """The effect of `count` zero bytes on a CRC, as a matrix over GF(2): what each of its bits becomes."""
-    one = tuple(int(_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
+    power = tuple(int(_build_byte_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
     result = tuple(1 << i for i in range(32))
     while count:
         if count & 1:
-            result = tuple(_times(one, row) for row in result)
-        one = tuple(_times(one, row) for row in one)
+            result = tuple(_multiply_gf2(power, row) for row in result)
+        power = tuple(_multiply_gf2(power, row) for row in power)
         count >>= 1
     return result
 
 
-def _times(matrix: tuple[int, ...], value: int) -> int:
+def _multiply_gf2(matrix: tuple[int, ...], value: int) -> int:
     product = 0
     while value:
         low = value & -value

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.containers.crc32c import crc32c
+from converters.containers.crc32c import compute_crc32c
 from converters.errors import CheckpointError
 from converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
 from converters.numeric import np
@@ -33,7 +33,7 @@ _ENTRY = 512
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeLocation:
     """Bytes [offset, offset + length) of a data file; names in it begin with `base`."""
 
     base: str
@@ -48,10 +48,10 @@ def read_ocdbt(folder: Folder) -> dict[str, Source]:
     Raises:
         CheckpointError: a file is missing or damaged, or the database is of a kind that Orbax does not write.
     """
-    cost = _Cost()
+    cost = _MemoryCost()
     file = folder.file(MANIFEST)
-    height, root = _newest(_body(file, 0, file.nbytes, _MANIFEST_MAGIC, cost))
-    found: dict[str, Source] = {}
+    height, root = _read_newest_root(_read_body(file, 0, file.nbytes, _MANIFEST_MAGIC, cost))
+    values: dict[str, Source] = {}
     seen: set[tuple[object, int]] = set()
     pending = [(root, height, b"")]
     while pending:
@@ -61,156 +61,162 @@ def read_ocdbt(folder: Folder) -> dict[str, Source]:
         if node in seen:
             raise CheckpointError(f"{data.path}: damaged, a node has two parents")
         seen.add(node)
-        fields = _body(data, place.offset, place.length, _NODE_MAGIC, cost)
-        if fields.byte() != height:
-            raise fields.damaged("a node has another height than its parent says")
-        names = _data_files(fields, place.base)
-        keys, shared = _keys(fields, interior=height > 0)
+        fields = _read_body(data, place.offset, place.length, _NODE_MAGIC, cost)
+        if fields.read_byte() != height:
+            raise fields.build_damage_error("a node has another height than its parent says")
+        names = _read_data_file_names(fields, place.base)
+        keys, shared = _read_keys(fields, interior=height > 0)
         if height:
-            places = _places(fields, names, len(keys))
-            fields.varints(3 * len(keys))  # statistics
+            places = _read_node_locations(fields, names, len(keys))
+            fields.read_varints(3 * len(keys))  # statistics
             below = zip(places, keys, shared, strict=True)
             pending += [(child, height - 1, prefix + key[:length]) for child, key, length in below]
         else:
-            _leaf(folder, fields, names, [prefix + key for key in keys], found)
-        fields.end()
-    return found
+            _read_leaf(folder, fields, names, [prefix + key for key in keys], values)
+        fields.check_end()
+    return values
 
 
-def _newest(fields: _Fields) -> tuple[int, _Place]:
+def _read_newest_root(fields: _FieldReader) -> tuple[int, _NodeLocation]:
     """The height and the place of the newest root."""
-    fields.take(16)  # uuid
-    if fields.varint() != 0:
-        raise CheckpointError(f"{fields.where}: an OCDBT database with numbered manifests is not supported")
-    fields.varints(2)  # limits of the writer
-    fields.byte()  # arity of the tree of versions
-    if fields.varint():
-        fields.take(4)  # level of the compression
-    names = _data_files(fields, "")
-    count = fields.count("versions")
+    fields.read_bytes(16)  # uuid
+    if fields.read_varint() != 0:
+        raise CheckpointError(
+            f"{fields.location}: an OCDBT database with numbered manifests is not supported"
+        )
+    fields.read_varints(2)  # limits of the writer
+    fields.read_byte()  # arity of the tree of versions
+    if fields.read_varint():
+        fields.read_bytes(4)  # level of the compression
+    names = _read_data_file_names(fields, "")
+    count = fields.read_count("versions")
     if count == 0:
-        raise CheckpointError(f"{fields.where}: the database is empty")
-    fields.varints(count)  # generations
-    heights = fields.take(count)
-    return heights[-1], _places(fields, names, count)[-1]
+        raise CheckpointError(f"{fields.location}: the database is empty")
+    fields.read_varints(count)  # generations
+    heights = fields.read_bytes(count)
+    return heights[-1], _read_node_locations(fields, names, count)[-1]
 
 
-def _leaf(
+def _read_leaf(
     folder: Folder,
-    fields: _Fields,
+    fields: _FieldReader,
     names: Sequence[tuple[str, str]],
     keys: Sequence[bytes],
-    found: dict[str, Source],
+    values: dict[str, Source],
 ) -> None:
-    lengths = fields.varints(len(keys))
-    kinds = fields.varints(len(keys))
+    lengths = fields.read_varints(len(keys))
+    kinds = fields.read_varints(len(keys))
     apart = kinds.count(1)
     if apart + kinds.count(0) != len(keys):
-        raise fields.damaged("a value is of an unknown kind")
-    files, offsets = iter(fields.varints(apart)), iter(fields.varints(apart))
+        raise fields.build_damage_error("a value is of an unknown kind")
+    files, offsets = iter(fields.read_varints(apart)), iter(fields.read_varints(apart))
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         try:
             name = key.decode()
         except UnicodeDecodeError:
-            raise fields.damaged("a key is no UTF-8") from None
-        if name in found:
-            raise fields.damaged(f"holds {name!r} twice")
+            raise fields.build_damage_error("a key is no UTF-8") from None
+        if name in values:
+            raise fields.build_damage_error(f"holds {name!r} twice")
         if kind:
-            data = folder.file(fields.pick(names, next(files))[1])
-            found[name] = data.span(next(offsets), length, what=name)
+            data = folder.file(fields.pick_name(names, next(files))[1])
+            values[name] = data.span(next(offsets), length, what=name)
         else:
-            found[name] = Memory(fields.take(length))
+            values[name] = Memory(fields.read_bytes(length))
 
 
-def _keys(fields: _Fields, *, interior: bool) -> tuple[list[bytes], list[int]]:
+def _read_keys(fields: _FieldReader, *, interior: bool) -> tuple[list[bytes], list[int]]:
     """The keys of a node, and how long a prefix the keys below each share."""
-    count = fields.count("entries")
+    count = fields.read_count("entries")
     if count == 0:
-        raise fields.damaged("a node has no entries")
-    prefixes = [0, *fields.varints(count - 1)]
-    suffixes = fields.varints(count)
-    shared = fields.varints(count) if interior else []
+        raise fields.build_damage_error("a node has no entries")
+    prefixes = [0, *fields.read_varints(count - 1)]
+    suffixes = fields.read_varints(count)
+    shared = fields.read_varints(count) if interior else []
     lengths = [prefix + suffix for prefix, suffix in zip(prefixes, suffixes, strict=True)]
     if max(lengths) > MAX_PATH_NAME:
-        raise fields.damaged(f"a key has {max(lengths):,} bytes")
-    fields.spend(sum(lengths))
+        raise fields.build_damage_error(f"a key has {max(lengths):,} bytes")
+    fields.charge_memory(sum(lengths))
     keys: list[bytes] = []
     last = b""
     for prefix, suffix in zip(prefixes, suffixes, strict=True):
-        key = last[:prefix] + fields.take(suffix)
+        key = last[:prefix] + fields.read_bytes(suffix)
         if prefix > len(last) or (keys and key <= last):
-            raise fields.damaged("its keys are out of order")
+            raise fields.build_damage_error("its keys are out of order")
         keys.append(key)
         last = key
     if any(length > len(key) for length, key in zip(shared, keys, strict=False)):
-        raise fields.damaged("a prefix is longer than its key")
+        raise fields.build_damage_error("a prefix is longer than its key")
     return keys, shared
 
 
-def _data_files(fields: _Fields, base: str) -> list[tuple[str, str]]:
+def _read_data_file_names(fields: _FieldReader, base: str) -> list[tuple[str, str]]:
     """The table of data files: (what precedes the names in nodes of this file, the file)."""
-    count = fields.count("data files")
-    prefixes = [0, *fields.varints(count - 1)] if count else []
-    suffixes, bases = fields.varints(count), fields.varints(count)
-    found = []
+    count = fields.read_count("data files")
+    prefixes = [0, *fields.read_varints(count - 1)] if count else []
+    suffixes, bases = fields.read_varints(count), fields.read_varints(count)
+    names = []
     last = b""
     for prefix, suffix, length in zip(prefixes, suffixes, bases, strict=True):
         if prefix > len(last) or prefix + suffix > MAX_PATH_NAME or length > prefix + suffix:
-            raise fields.damaged("the names of its data files do not fit")
-        fields.spend(prefix + suffix)
-        last = last[:prefix] + fields.take(suffix)
+            raise fields.build_damage_error("the names of its data files do not fit")
+        fields.charge_memory(prefix + suffix)
+        last = last[:prefix] + fields.read_bytes(suffix)
         try:
-            found.append((base + last[:length].decode(), base + last.decode()))
+            names.append((base + last[:length].decode(), base + last.decode()))
         except UnicodeDecodeError:
-            raise fields.damaged("the name of a data file is no UTF-8") from None
-    return found
+            raise fields.build_damage_error("the name of a data file is no UTF-8") from None
+    return names
 
 
-def _places(fields: _Fields, names: Sequence[tuple[str, str]], count: int) -> list[_Place]:
-    files, offsets, lengths = (fields.varints(count) for _ in range(3))
+def _read_node_locations(
+    fields: _FieldReader, names: Sequence[tuple[str, str]], count: int
+) -> list[_NodeLocation]:
+    files, offsets, lengths = (fields.read_varints(count) for _ in range(3))
     return [
-        _Place(*fields.pick(names, file), offset, length)
+        _NodeLocation(*fields.pick_name(names, file), offset, length)
         for file, offset, length in zip(files, offsets, lengths, strict=True)
     ]
 
 
-def _body(file: SourceFile, offset: int, length: int, magic: int, cost: _Cost) -> _Fields:
+def _read_body(file: SourceFile, offset: int, length: int, magic: int, cost: _MemoryCost) -> _FieldReader:
     """What follows the header of a manifest or node, decompressed; its length and checksum are checked."""
-    where = str(file.path)
+    location = str(file.path)
     kind = "node" if magic == _NODE_MAGIC else "manifest"
     if length > MAX_NODE:
-        raise CheckpointError(f"{where}: damaged, no OCDBT {kind} has {length:,} bytes")
+        raise CheckpointError(f"{location}: damaged, no OCDBT {kind} has {length:,} bytes")
     raw = file.read(offset, length)
     if len(raw) < 18 or raw[:4] != magic.to_bytes(4, "big"):
-        raise CheckpointError(f"{where}: damaged, no OCDBT {kind} there")
+        raise CheckpointError(f"{location}: damaged, no OCDBT {kind} there")
     if int.from_bytes(raw[4:12], "little") != len(raw):
-        raise CheckpointError(f"{where}: truncated or damaged, a length in it is wrong")
-    if crc32c(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
-        raise CheckpointError(f"{where}: damaged, the checksum of the OCDBT tree does not match")
+        raise CheckpointError(f"{location}: truncated or damaged, a length in it is wrong")
+    if compute_crc32c(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
+        raise CheckpointError(f"{location}: damaged, the checksum of the OCDBT tree does not match")
     cost.stored += len(raw)
-    fields = _Fields(raw[12:-4], where, cost)
-    version, compression = fields.varint(), fields.varint()
+    fields = _FieldReader(raw[12:-4], location, cost)
+    version, compression = fields.read_varint(), fields.read_varint()
     if version != 0 or compression not in (0, 1):
-        raise CheckpointError(f"{where}: OCDBT version {version}, compression {compression} is not supported")
-    body = fields.data[fields.at :]
-    made = _Fields(_decompressed(body, where) if compression else body, where, cost)
-    made.spend(len(made.data))
-    return made
+        raise CheckpointError(
+            f"{location}: OCDBT version {version}, compression {compression} is not supported"
+        )
+    body = fields.data[fields.position :]
+    content = _FieldReader(_decompress(body, location) if compression else body, location, cost)
+    content.charge_memory(len(content.data))
+    return content
 
 
-def _decompressed(data: bytes, where: str) -> bytes:
+def _decompress(data: bytes, location: str) -> bytes:
     import pyarrow  # not at the top: slow to import
 
     try:
         body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(MAX_NODE + 1)
     except OSError:
-        raise CheckpointError(f"{where}: damaged, the OCDBT tree is no zstd data") from None
+        raise CheckpointError(f"{location}: damaged, the OCDBT tree is no zstd data") from None
     if len(body) > MAX_NODE:
-        raise CheckpointError(f"{where}: a node of the OCDBT tree has more than {MAX_NODE:,} bytes")
+        raise CheckpointError(f"{location}: a node of the OCDBT tree has more than {MAX_NODE:,} bytes")
     return body
 
 
-class _Cost:
+class _MemoryCost:
     """What a tree takes in memory, beside the bytes that it is stored in: these may be compressed zeros."""
 
     def __init__(self) -> None:
@@ -218,71 +224,75 @@ class _Cost:
         self.spent = 0
 
 
-class _Fields:
+class _FieldReader:
     """The fields of a manifest or node, read one after another."""
 
-    def __init__(self, data: bytes, where: str, cost: _Cost) -> None:
+    def __init__(self, data: bytes, location: str, cost: _MemoryCost) -> None:
         self.data = data
-        self.where = where
-        self.at = 0
+        self.location = location
+        self.position = 0
         self._cost = cost
 
-    def damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: damaged, {what}")
+    def build_damage_error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.location}: damaged, {reason}")
 
-    def spend(self, nbytes: int) -> None:
+    def charge_memory(self, nbytes: int) -> None:
         cost = self._cost
         cost.spent += nbytes
         if cost.spent > min(_FREE + _FOR_EACH * cost.stored, MAX_TREE):
-            raise self.damaged(f"{cost.stored:,} bytes of an OCDBT tree stand for {cost.spent:,} or more")
+            raise self.build_damage_error(
+                f"{cost.stored:,} bytes of an OCDBT tree stand for {cost.spent:,} or more"
+            )
 
-    def count(self, what: str) -> int:
+    def read_count(self, unit: str) -> int:
         """How many of these follow, at a byte each or more."""
-        count = self.varint()
+        count = self.read_varint()
         if count > len(self.data):
-            raise self.damaged(f"holds {count:,} {what}")
-        self.spend(_ENTRY * count)
+            raise self.build_damage_error(f"holds {count:,} {unit}")
+        self.charge_memory(_ENTRY * count)
         return count
 
-    def take(self, count: int) -> bytes:
-        if count > len(self.data) - self.at:
-            raise self.damaged("the OCDBT tree ends early")
-        self.at += count
-        return self.data[self.at - count : self.at]
+    def read_bytes(self, count: int) -> bytes:
+        if count > len(self.data) - self.position:
+            raise self.build_damage_error("the OCDBT tree ends early")
+        self.position += count
+        return self.data[self.position - count : self.position]
 
-    def byte(self) -> int:
-        return self.take(1)[0]
+    def read_byte(self) -> int:
+        return self.read_bytes(1)[0]
 
-    def varint(self) -> int:
-        return self.varints(1)[0]
+    def read_varint(self) -> int:
+        return self.read_varints(1)[0]
 
-    def varints(self, count: int) -> list[int]:
+    def read_varints(self, count: int) -> list[int]:
         """`count` integers, each of up to ten bytes with seven bits, the lowest first."""
         if count == 0:
             return []
-        window = np.frombuffer(self.data, np.uint8, offset=self.at)[: 10 * count]
+        window = np.frombuffer(self.data, np.uint8, offset=self.position)[: 10 * count]
         ends = np.flatnonzero(window < 0x80)[:count]
         if len(ends) < count:
-            raise self.damaged("the OCDBT tree ends early")
+            raise self.build_damage_error("the OCDBT tree ends early")
         starts = np.concatenate(([0], ends[:-1] + 1))
         sizes = ends - starts + 1
         # 64 bits: all of them are set where an empty version has no root.
         if sizes.max() > 10 or (sizes.max() == 10 and window[ends[sizes == 10]].max() > 1):
-            raise self.damaged("a number is too large")
+            raise self.build_damage_error("a number is too large")
         values = np.zeros(count, np.uint64)
         for place in range(int(sizes.max())):
-            held = sizes > place
-            bits = window[starts[held] + place].astype(np.uint64) & np.uint64(0x7F)
-            values[held] |= bits << np.uint64(7 * place)
-        self.at += int(ends[-1]) + 1
-        made: list[int] = values.tolist()
-        return made
+            is_longer = sizes > place
+            bits = window[starts[is_longer] + place].astype(np.uint64) & np.uint64(0x7F)
+            values[is_longer] |= bits << np.uint64(7 * place)
+        self.position += int(ends[-1]) + 1
+        numbers: list[int] = values.tolist()
+        return numbers
 
-    def pick(self, names: Sequence[tuple[str, str]], number: int) -> tuple[str, str]:
+    def pick_name(self, names: Sequence[tuple[str, str]], number: int) -> tuple[str, str]:
         if number >= len(names):
-            raise self.damaged(f"names data file {number}, of {len(names)}")
+            raise self.build_damage_error(f"names data file {number}, of {len(names)}")
         return names[number]
 
-    def end(self) -> None:
-        if self.at != len(self.data):
-            raise self.damaged(f"a node has {len(self.data) - self.at:,} bytes more than its entries")
+    def check_end(self) -> None:
+        if self.position != len(self.data):
+            raise self.build_damage_error(
+                f"a node has {len(self.data) - self.position:,} bytes more than its entries"
+            )

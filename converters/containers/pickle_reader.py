@@ -59,7 +59,7 @@ class Instance:
         self.items: dict[Any, Any] = {}
         self.elements: list[Any] = []
 
-    def parts(self) -> tuple[Any, ...]:
+    def get_parts(self) -> tuple[Any, ...]:
         """The values that it holds."""
         return self.args, self.state, self.items, self.elements
 
@@ -80,7 +80,7 @@ class RefusedError(Exception):
 def unpickle(
     data: bytes,
     *,
-    where: str,
+    location: str,
     standins: Mapping[str, Standin | None],
     prefixes: tuple[str, ...] = (),
     persistent: Callable[[Any], Any] | None = None,
@@ -88,7 +88,7 @@ def unpickle(
     """Read one pickle into dicts, lists, tuples, sets, scalars, `Global`s and `Instance`s.
 
     Args:
-        where: the file or record, for errors.
+        location: the file or record, for errors.
         standins: the allow-list: `module.name` -> a function of the pickled arguments; None: an `Instance`.
         prefixes: modules (ending in a dot) whose every class may come as an `Instance`.
         persistent: resolves persistent ids (torch.save's storages); without it they are refused.
@@ -101,7 +101,7 @@ def unpickle(
         _check_size(value, _FREE_NODES + _NODES * len(data))
         return value
     except RefusedError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{location}: {error}") from None
     except (
         IndexError,
         KeyError,
@@ -111,7 +111,7 @@ def unpickle(
         struct.error,
         OverflowError,
     ) as error:
-        raise CheckpointError(f"{where}: not a readable pickle ({type(error).__name__})") from None
+        raise CheckpointError(f"{location}: not a readable pickle ({type(error).__name__})") from None
 
 
 class _Machine:
@@ -130,9 +130,9 @@ class _Machine:
         self.work = _FREE_WORK + _WORK * len(data)
         self.tuple_keys = MAX_TUPLE_KEYS
 
-    def call(self, made: Any, args: Any) -> Any:
+    def call(self, replacement: Any, args: Any) -> Any:
         """Call a stand-in; it may copy its arguments, so their lengths count as work."""
-        if type(made) is not Global or type(args) is not tuple:
+        if type(replacement) is not Global or type(args) is not tuple:
             raise RefusedError("calls something that is not a known class")
         self.work -= len(args)
         for arg in args:
@@ -140,9 +140,9 @@ class _Machine:
                 self.work -= len(arg)
         if self.work < 0:
             raise RefusedError(_TOO_MUCH)
-        return made(*args)
+        return replacement(*args)
 
-    def key(self, key: Any) -> Any:
+    def make_hashable(self, key: Any) -> Any:
         """A dict key or set item that is cheap to hash and to find."""
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
@@ -165,16 +165,16 @@ class _Machine:
             raise RefusedError("sets items of something that is not a dict")
         for i in range(0, len(flat), 2):
             key = flat[i]
-            target[key if type(key) is str else self.key(key)] = flat[i + 1]
+            target[key if type(key) is str else self.make_hashable(key)] = flat[i + 1]
 
-    def global_(self, module: Any, name: Any) -> Global:
+    def load_global(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
             raise RefusedError("a global has no name")
         if len(module) > MAX_NAME or len(name) > MAX_NAME:
             raise RefusedError("a global has too long a name")
         key = f"{_PYTHON2.get(module, module)}.{name}"
-        known = self.globals.get(key)
-        if known is None:
+        loaded = self.globals.get(key)
+        if loaded is None:
             if key not in self.standins and not key.startswith(self.prefixes or ("\0",)):
                 shown = key if len(key) < 100 and key.isprintable() else "with an unprintable name"
                 if _ELEMENT.fullmatch(shown):
@@ -184,8 +184,8 @@ class _Machine:
                 raise RefusedError(
                     f"holds the Python object {shown}, which is not on the allow-list; no code was run"
                 )
-            known = self.globals[key] = Global(key, self.standins.get(key))
-        return known
+            loaded = self.globals[key] = Global(key, self.standins.get(key))
+        return loaded
 
     def run(self) -> Any:  # one loop; the most frequent opcodes come first
         data, end = self.data, len(self.data)
@@ -219,8 +219,8 @@ class _Machine:
                 push(data[pos])
                 pos += 1
             elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
-                args, made = pop(), pop()
-                push(self.call(made, args))
+                args, function = pop(), pop()
+                push(self.call(function, args))
             elif op == 0x62:  # BUILD
                 state, target = pop(), stack[-1]
                 if type(target) is Instance:
@@ -237,9 +237,9 @@ class _Machine:
             elif op == 0x7D:  # EMPTY_DICT
                 push({})
             elif op == 0x75:  # SETITEMS
-                at = marks.pop()
-                self.set_items(stack[at - 1], stack[at:])
-                del stack[at:]
+                mark = marks.pop()
+                self.set_items(stack[mark - 1], stack[mark:])
+                del stack[mark:]
             elif op == 0x73:  # SETITEM
                 value, key = pop(), pop()
                 self.set_items(stack[-1], [key, value])
@@ -250,8 +250,8 @@ class _Machine:
             elif op == 0x87:  # TUPLE3
                 stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
             elif op == 0x74:  # TUPLE
-                at = marks.pop()
-                stack[at:] = [tuple(stack[at:])]
+                mark = marks.pop()
+                stack[mark:] = [tuple(stack[mark:])]
             elif op == 0x4D:  # BININT2
                 push(data[pos] | data[pos + 1] << 8)
                 pos += 2
@@ -274,9 +274,9 @@ class _Machine:
             elif op == 0x5D:  # EMPTY_LIST
                 push([])
             elif op == 0x65:  # APPENDS
-                at = marks.pop()
-                _extend(stack[at - 1], stack[at:])
-                del stack[at:]
+                mark = marks.pop()
+                _extend(stack[mark - 1], stack[mark:])
+                del stack[mark:]
             elif op == 0x61:  # APPEND
                 value = pop()
                 _extend(stack[-1], [value])
@@ -285,11 +285,11 @@ class _Machine:
                 pos += 8
             elif op == 0x93:  # STACK_GLOBAL
                 name, module = pop(), pop()
-                push(self.global_(module, name))
+                push(self.load_global(module, name))
             elif op == 0x63:  # GLOBAL
                 first = data.index(b"\n", pos)
                 second = data.index(b"\n", first + 1)
-                push(self.global_(data[pos:first].decode(), data[first + 1 : second].decode()))
+                push(self.load_global(data[pos:first].decode(), data[first + 1 : second].decode()))
                 pos = second + 1
             elif op == 0x51:  # BINPERSID
                 if self.persistent is None:
@@ -305,19 +305,19 @@ class _Machine:
             elif op == 0x8F:  # EMPTY_SET
                 push(set())
             elif op == 0x90:  # ADDITEMS
-                at = marks.pop()
-                if type(stack[at - 1]) is not set:
+                mark = marks.pop()
+                if type(stack[mark - 1]) is not set:
                     raise RefusedError("adds to something that is not a set")
-                stack[at - 1].update(self.key(item) for item in stack[at:])
-                del stack[at:]
+                stack[mark - 1].update(self.make_hashable(item) for item in stack[mark:])
+                del stack[mark:]
             elif op == 0x91:  # FROZENSET
-                at = marks.pop()
-                stack[at:] = [frozenset(self.key(item) for item in stack[at:])]
+                mark = marks.pop()
+                stack[mark:] = [frozenset(self.make_hashable(item) for item in stack[mark:])]
             elif op == 0x92:  # NEWOBJ_EX
-                kwargs, args, made = pop(), pop(), pop()
+                kwargs, args, function = pop(), pop(), pop()
                 if type(kwargs) is not dict or kwargs:
                     raise RefusedError("calls something that is not a known class")
-                push(self.call(made, args))
+                push(self.call(function, args))
             elif op == 0x30:  # POP
                 pop()
             elif op == 0x31:  # POP_MARK
@@ -354,7 +354,7 @@ def _check_size(root: Any, limit: int) -> None:
     The content of an `Instance` is checked on its own: instances are not compared or shown by content.
     """
     # id of a container -> (values within it, itself included; depth). All live as long as the root does.
-    known: dict[int, tuple[int, int]] = {}
+    measured: dict[int, tuple[int, int]] = {}
     roots = [root]
     while roots:
         # Containers with unmeasured parts; meeting one of them again means that it contains itself.
@@ -363,10 +363,10 @@ def _check_size(root: Any, limit: int) -> None:
         while stack:
             value = stack[-1]
             number, kind = id(value), type(value)
-            if number in known or kind not in _NESTING:
+            if number in measured or kind not in _NESTING:
                 stack.pop()
-                if kind is Instance and number not in known:
-                    known[number] = 1, 0
+                if kind is Instance and number not in measured:
+                    measured[number] = 1, 0
                     roots += [part for part in value.parts() if part]
                 continue
             size, depth, pending = 1, 0, []
@@ -378,18 +378,18 @@ def _check_size(root: Any, limit: int) -> None:
                     size += 1 + len(part)
                     depth = depth or 1
                 elif kind in _NESTING:
-                    found = known.get(id(part))
-                    if found is None:
+                    measurement = measured.get(id(part))
+                    if measurement is None:
                         pending.append(part)
                     else:
-                        size += found[0]
-                        depth = max(depth, found[1])
+                        size += measurement[0]
+                        depth = max(depth, measurement[1])
                 elif kind is str or kind is bytes:
                     size += 1 + (len(part) >> 6)
                 else:
                     size += 1
-                    if kind is Instance and id(part) not in known:
-                        known[id(part)] = 1, 0
+                    if kind is Instance and id(part) not in measured:
+                        measured[id(part)] = 1, 0
                         roots += [inner for inner in part.parts() if inner]
             if pending:
                 if number in waiting:
@@ -399,14 +399,14 @@ def _check_size(root: Any, limit: int) -> None:
             else:
                 waiting.discard(number)
                 stack.pop()
-                known[number] = size, depth + 1
+                measured[number] = size, depth + 1
             if depth >= MAX_DEPTH or len(waiting) > MAX_DEPTH:
                 raise RefusedError(f"holds containers nested more than {MAX_DEPTH} deep")
             if size > limit:
                 raise RefusedError("references the same objects so often that its value is too large")
 
 
-def members_of(members: Mapping[tuple[str, str], Any]) -> Standin:
+def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
     """A stand-in for `builtins.getattr`, by which Python pickles a class within a class, and an early 3.11
     (Debian 12 has 3.11.2) an enumeration's member. No attribute is read: what comes is looked up.
 
@@ -414,18 +414,18 @@ def members_of(members: Mapping[tuple[str, str], Any]) -> Standin:
         members: (the key of a global on the allow-list, a name within it) -> what it stands for.
     """
 
-    def member(*args: Any) -> Any:
+    def look_up_member(*args: Any) -> Any:
         if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
-            found = members.get((args[0].key, args[1]))
-            if found is not None:
-                return found
+            standin = members.get((args[0].key, args[1]))
+            if standin is not None:
+                return standin
         raise RefusedError("reads an attribute that is not on the allow-list; no code was run")
 
-    return member
+    return look_up_member
 
 
-def inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Global]:
-    """For `members_of`: names by the class that they are within, as data known by name only."""
+def list_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Global]:
+    """For `build_getattr_standin`: names by the class that they are within, as data known by name only."""
     return {
         (owner, name): Global(f"{owner}.{name}", None) for owner, names in members.items() for name in names
     }
@@ -436,23 +436,23 @@ def is_index(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_KEY
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value from a file, for a message: a number, a short string, or the type of anything else."""
     if type(value) is str:
         return repr(value if len(value) <= 80 else value[:77] + "...")
     return repr(value) if type(value) in (int, float, bool, type(None)) else f"a {type(value).__name__}"
 
 
-def plain(value: Any, *, limit: int = 100_000) -> Any:
+def to_json_value(value: Any, *, limit: int = 100_000) -> Any:
     """`value` reduced to dicts, lists, strings and numbers, for JSON; objects become class names.
 
     Shared and cyclic references can make a small pickle large: beyond `limit` nodes, values become "...".
     """
-    left = [limit]
+    remaining = [limit]
 
     def walk(value: Any, depth: int) -> Any:
-        left[0] -= 1
-        if left[0] < 0 or depth > 50:
+        remaining[0] -= 1
+        if remaining[0] < 0 or depth > 50:
             return "..."
         if isinstance(value, (str, int, float, bool, type(None))):
             return value

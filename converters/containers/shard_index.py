@@ -43,27 +43,29 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
     for key, shard in weight_map.items():
         if key not in shards[shard]:
             raise CheckpointError(f"{folder.path / shard}: does not hold {key!r}, which {name} places there")
-    found: dict[str, V] = {}
-    for shard, held in shards.items():
-        for key, value in held.items():
+    index: dict[str, V] = {}
+    for shard, entries in shards.items():
+        for key, value in entries.items():
             if weight_map.get(key) != shard:
                 raise CheckpointError(
                     f"{folder.path / shard}: holds {key!r}, which {name} does not place there"
                 )
-            found[key] = value
-    return found
+            index[key] = value
+    return index
 
 
-def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
+def check_ranks(path: Place, ranks: Mapping[int, str], world: int, description: str) -> None:
     """CheckpointError unless there is exactly one file for every rank of `world`.
 
     Args:
-        what: the files are of, for messages ("optimizer").
+        description: the files are of, for messages ("optimizer").
     """
     missing = world - sum(rank < world for rank in ranks)
     if missing:
         first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
-        raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
+        raise CheckpointError(
+            f"{path}: the {description} states of rank {first} are missing ({missing} of {world})"
+        )
     extra = [name for rank, name in ranks.items() if rank >= world]
     if extra:
         raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world} ranks")
@@ -71,8 +73,8 @@ def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) ->
 
 def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) -> None:
     """Refuse one file under two names (a link, `a//b`), which would be read several times."""
-    known: dict[object, str] = {}
+    names_by_path: dict[object, str] = {}
     for shard, file in files.items():
-        other = known.setdefault(file.identity(), shard)
+        other = names_by_path.setdefault(file.identity(), shard)
         if other != shard:
             raise CheckpointError(f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}")

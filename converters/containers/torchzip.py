@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import Global, Instance, RefusedError, Standin, shown, unpickle
+from converters.containers.pickle_reader import (
+    Global,
+    Instance,
+    RefusedError,
+    Standin,
+    format_value,
+    unpickle,
+)
 from converters.errors import CheckpointError
 from converters.limits import MAX_NAME
-from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
+from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, get_itemsize
 from converters.tensors.tensor import View, is_shape
 
 if TYPE_CHECKING:
@@ -56,12 +63,14 @@ class TorchZip:
         CheckpointError: not a zip, compressed, encrypted, truncated, or members overlap or repeat.
     """
 
-    def __init__(self, file: SourceFile, offset: int = 0, length: int | None = None, what: str = "") -> None:
+    def __init__(
+        self, file: SourceFile, offset: int = 0, length: int | None = None, description: str = ""
+    ) -> None:
         self.lock = threading.Lock()
         self.file = file
         self.offset = offset
         self.length = file.nbytes - offset if length is None else length
-        self.where = f"{file.path}: {what}" if what else str(file.path)
+        self.where = f"{file.path}: {description}" if description else str(file.path)
         if offset < 0 or self.length < 0 or offset + self.length > file.nbytes:
             raise CheckpointError(f"{self.where}: would end at byte {offset + self.length} of {file.nbytes}")
         # One read fetches the end records and, for small zips, the whole directory.
@@ -80,35 +89,37 @@ class TorchZip:
     def refuse_renamed(self) -> None:
         """CheckpointError if the file was saved under another name than it has now."""
         if self.archive not in (PurePosixPath(str(self.file.path)).stem, _UNNAMED):
-            raise self._fail(
-                f"was saved as {shown(self.archive)}, so it is the file of another rank or parameter"
+            raise self._build_error(
+                f"was saved as {format_value(self.archive)}, so it is the file of another rank or parameter"
             )
 
-    def _fail(self, why: str) -> CheckpointError:
+    def _build_error(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {why}")
 
-    def _bytes(self, at: int, count: int) -> bytes:
-        if at < 0 or count < 0 or at + count > self.length:
-            raise self._fail("truncated or damaged zip")
-        if at >= self._tail_at:
-            return self._tail[at - self._tail_at : at - self._tail_at + count]
-        return self.file.read(self.offset + at, count)
+    def _read_bytes(self, start: int, count: int) -> bytes:
+        if start < 0 or count < 0 or start + count > self.length:
+            raise self._build_error("truncated or damaged zip")
+        if start >= self._tail_at:
+            return self._tail[start - self._tail_at : start - self._tail_at + count]
+        return self.file.read(self.offset + start, count)
 
     def _read_directory(self) -> tuple[dict[str, Member], int, int]:
         end_at = self.length - _END.size
-        if end_at < 0 or self._bytes(end_at, 4) != b"PK\5\6":
-            raise self._not_a_zip()
-        _, disk, start_disk, here, count, size, start, comment = _END.unpack(self._bytes(end_at, _END.size))
+        if end_at < 0 or self._read_bytes(end_at, 4) != b"PK\5\6":
+            raise self._build_not_a_zip_error()
+        _, disk, start_disk, here, count, size, start, comment = _END.unpack(
+            self._read_bytes(end_at, _END.size)
+        )
         stop = end_at
         locator_at = end_at - _LOCATOR64.size
-        if locator_at >= 0 and self._bytes(locator_at, 4) == b"PK\6\7":
-            _, _, stop, _ = _LOCATOR64.unpack(self._bytes(locator_at, _LOCATOR64.size))
-            record = self._bytes(stop, _END64.size)
+        if locator_at >= 0 and self._read_bytes(locator_at, 4) == b"PK\6\7":
+            _, _, stop, _ = _LOCATOR64.unpack(self._read_bytes(locator_at, _LOCATOR64.size))
+            record = self._read_bytes(stop, _END64.size)
             magic, record_size, _, _, _, _, here64, count64, size64, start64 = _END64.unpack(record)
             narrow = ((here, here64, 16), (count, count64, 16), (size, size64, 32), (start, start64, 32))
             agree = all(short in (long, (1 << bits) - 1) for short, long, bits in narrow)
             if magic != b"PK\6\6" or stop + 12 + record_size != locator_at or not agree:
-                raise self._fail("damaged zip: its end records disagree")
+                raise self._build_error("damaged zip: its end records disagree")
             here, count, size, start = here64, count64, size64, start64
         if (
             disk
@@ -118,78 +129,89 @@ class TorchZip:
             or start + size != stop
             or count * _CENTRAL.size > size
         ):
-            raise self._fail("damaged zip: its end record is inconsistent")
-        raw, at = self._bytes(start, size), 0
-        found: list[tuple[str, int, int, int]] = []
+            raise self._build_error("damaged zip: its end record is inconsistent")
+        raw, position = self._read_bytes(start, size), 0
+        records: list[tuple[str, int, int, int]] = []
         for _ in range(count):
-            if at + _CENTRAL.size > size:
-                raise self._fail("damaged zip directory")
-            fields = _CENTRAL.unpack_from(raw, at)
+            if position + _CENTRAL.size > size:
+                raise self._build_error("damaged zip directory")
+            fields = _CENTRAL.unpack_from(raw, position)
             magic, _, _, flags, method, _, _, crc, packed, nbytes, n, extra, note, disk, _, _, header = fields
-            at += _CENTRAL.size
-            if magic != b"PK\1\2" or at + n + extra + note > size or disk or flags & _ENCRYPTED:
-                raise self._fail("damaged zip directory")
-            name = raw[at : at + n].decode("utf-8", "replace")
-            packed, nbytes, header = self._wide(raw[at + n : at + n + extra], packed, nbytes, header)
-            at += n + extra + note
+            position += _CENTRAL.size
+            if magic != b"PK\1\2" or position + n + extra + note > size or disk or flags & _ENCRYPTED:
+                raise self._build_error("damaged zip directory")
+            name = raw[position : position + n].decode("utf-8", "replace")
+            packed, nbytes, header = self._read_zip64_sizes(
+                raw[position + n : position + n + extra], packed, nbytes, header
+            )
+            position += n + extra + note
             if method != 0 or packed != nbytes:
-                raise self._fail(f"the record {name!r} is compressed, which torch.save never does")
-            found.append((name, header, nbytes, crc))
-        if at != size:
-            raise self._fail("damaged zip directory")
-        found.sort(key=lambda member: member[1])
-        for (name, header, nbytes, _), limit in zip(found, [m[1] for m in found[1:]] + [start], strict=True):
+                raise self._build_error(f"the record {name!r} is compressed, which torch.save never does")
+            records.append((name, header, nbytes, crc))
+        if position != size:
+            raise self._build_error("damaged zip directory")
+        records.sort(key=lambda member: member[1])
+        for (name, header, nbytes, _), limit in zip(
+            records, [m[1] for m in records[1:]] + [start], strict=True
+        ):
             if header + _LOCAL.size + len(name) + nbytes > limit:
-                raise self._fail(f"the zip record {name!r} overlaps the next one")
+                raise self._build_error(f"the zip record {name!r} overlaps the next one")
         # torch.serialization.set_crc32_options(False) stores 0 for every record: no checksum to check.
-        recorded = any(crc for _, _, _, crc in found)
-        members = {name: Member(name, at, n, crc if recorded else None) for name, at, n, crc in found}
-        if len(members) != len(found):
-            raise self._fail("the zip holds two records with one name")
+        recorded = any(crc for _, _, _, crc in records)
+        members = {
+            name: Member(name, position, n, crc if recorded else None) for name, position, n, crc in records
+        }
+        if len(members) != len(records):
+            raise self._build_error("the zip holds two records with one name")
         return members, start, isal_zlib.crc32(raw)
 
-    def _wide(self, extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
+    def _read_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
         """The sizes and offset, with 64-bit values from the zip64 extra field where they exceed 32 bits."""
         values = [nbytes, packed, header]
-        at = 0
-        while at + 4 <= len(extra):
-            kind, size = struct.unpack_from("<2H", extra, at)
-            if kind == 1 and at + 4 + size <= len(extra):
-                wide = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+        position = 0
+        while position + 4 <= len(extra):
+            kind, size = struct.unpack_from("<2H", extra, position)
+            if kind == 1 and position + 4 + size <= len(extra):
+                wide = list(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
                 for i, value in enumerate(values):
                     if value == 0xFFFFFFFF and wide:
                         values[i] = wide.pop(0)
-            at += 4 + size
+            position += 4 + size
         return values[1], values[0], values[2]
 
-    def _not_a_zip(self) -> CheckpointError:
+    def _build_not_a_zip_error(self) -> CheckpointError:
         start = self.file.read(self.offset, min(16, self.length))
         if start.startswith(b"PK\3\4"):
-            return self._fail("truncated: the end of the zip is missing")
+            return self._build_error("truncated: the end of the zip is missing")
         if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
-            return self._fail("written by torch before 1.6; load it with torch and save it again")
-        return self._fail("not written by torch.save")
+            return self._build_error("written by torch before 1.6; load it with torch and save it again")
+        return self._build_error("not written by torch.save")
 
-    def span(self, name: str) -> FileSpan:
+    def get_span(self, name: str) -> FileSpan:
         """The bytes of the member `<archive>/<name>`, with its CRC32."""
         member = self.members.get(f"{self.archive}/{name}")
         if member is None:
-            raise self._fail(f"the record {name!r} is missing")
-        raw = self._bytes(member.header, _LOCAL.size)
+            raise self._build_error(f"the record {name!r} is missing")
+        raw = self._read_bytes(member.header, _LOCAL.size)
         magic, _, flags, method, _, _, _, _, _, n, extra = _LOCAL.unpack(raw)
-        at = member.header + _LOCAL.size
-        if magic != b"PK\3\4" or method or flags & _ENCRYPTED or self._bytes(at, n) != member.name.encode():
-            raise self._fail(f"damaged zip: the header of {name!r} does not match the directory")
-        at += n + extra
-        if at + member.nbytes > self._directory:
-            raise self._fail(f"damaged zip: the record {name!r} runs into the directory")
+        start = member.header + _LOCAL.size
+        if (
+            magic != b"PK\3\4"
+            or method
+            or flags & _ENCRYPTED
+            or self._read_bytes(start, n) != member.name.encode()
+        ):
+            raise self._build_error(f"damaged zip: the header of {name!r} does not match the directory")
+        start += n + extra
+        if start + member.nbytes > self._directory:
+            raise self._build_error(f"damaged zip: the record {name!r} runs into the directory")
         return self.file.span(
-            self.offset + at, member.nbytes, crc32=member.crc32, what=f"{self.archive}/{name}"
+            self.offset + start, member.nbytes, crc32=member.crc32, what=f"{self.archive}/{name}"
         )
 
     def read(self, name: str) -> bytes:
         """The whole member, with its CRC32 checked."""
-        span = self.span(name)
+        span = self.get_span(name)
         data = bytearray(span.nbytes)
         span.read_into(memoryview(data), 0, set())
         span.verify()
@@ -205,12 +227,16 @@ class TorchZip:
             prefixes: modules whose classes are allowed as inert `Instance`s.
         """
         table = {**TORCH_STANDINS, **standins} if standins else TORCH_STANDINS
-        where = f"{self.where}: data.pkl"
+        location = f"{self.where}: data.pkl"
         return unpickle(
-            self.read("data.pkl"), where=where, standins=table, prefixes=prefixes, persistent=self._storage
+            self.read("data.pkl"),
+            location=location,
+            standins=table,
+            prefixes=prefixes,
+            persistent=self._load_storage,
         )
 
-    def _storage(self, pid: Any) -> Storage:
+    def _load_storage(self, pid: Any) -> Storage:
         if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage" and type(pid[1]) is Global):
             raise CheckpointError(f"{self.where}: data.pkl refers to something that is not a storage")
         _, kind, key, _, numel = pid
@@ -221,9 +247,11 @@ class TorchZip:
         if dtype is None and name != "UntypedStorage":
             raise CheckpointError(f"{self.where}: tensors of {name} are not supported")
         member = self.members.get(f"{self.archive}/data/{key}")
-        nbytes = numel * (itemsize(dtype) if dtype else 1) if type(numel) is int else -1
+        nbytes = numel * (get_itemsize(dtype) if dtype else 1) if type(numel) is int else -1
         if member is None or nbytes != member.nbytes:
-            raise CheckpointError(f"{self.where}: the storage {shown(key)} is missing or of another size")
+            raise CheckpointError(
+                f"{self.where}: the storage {format_value(key)} is missing or of another size"
+            )
         return Storage(self, key, dtype, nbytes)
 
 
@@ -244,7 +272,7 @@ class Storage:
         # One span for all its tensors and threads: it records which bytes have been read.
         with self.zip.lock:
             if self._span is None:
-                self._span = self.zip.span(f"data/{self.key}")
+                self._span = self.zip.get_span(f"data/{self.key}")
             return self._span
 
 
@@ -259,7 +287,7 @@ class StoredTensor:
         dtype = dtype or storage.dtype
         if dtype is None or len(size) != len(stride) or not all(map(is_shape, (size, stride, (offset,)))):
             raise ValueError("not a tensor")
-        width = itemsize(dtype)
+        width = get_itemsize(dtype)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if prod(size) and (last + 1) * width > storage.nbytes:
             raise ValueError("a tensor larger than its storage")
@@ -279,20 +307,20 @@ class StoredTensor:
             step *= size
         return True
 
-    def view(self) -> View:
+    def to_view(self) -> View:
         """The tensor as a view in bytes."""
-        width = itemsize(self.dtype)
+        width = get_itemsize(self.dtype)
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
 
 
-def _tensor_v2(
+def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
-    _no_math_bits(bits)
+    _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
 
-def _tensor_v3(
+def _rebuild_tensor_v3(
     storage: Any,
     offset: Any,
     size: Any,
@@ -302,15 +330,15 @@ def _tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
-    _no_math_bits(bits)
-    kind = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else shown(dtype)
+    _check_math_bits(bits)
+    kind = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else format_value(dtype)
     name = FROM_TORCH.get(kind)
     if name is None:
         raise RefusedError(f"holds a tensor of the element type {kind}, which is not supported")
     return StoredTensor(storage, offset, size, stride, name)
 
 
-def _no_math_bits(bits: Any) -> None:
+def _check_math_bits(bits: Any) -> None:
     """Refuse a lazily conjugated or negated tensor, whose stored data is not its value."""
     if bits and (not isinstance(bits, dict) or any(bits.values())):
         raise RefusedError(
@@ -318,52 +346,52 @@ def _no_math_bits(bits: Any) -> None:
         )
 
 
-def _from_device(data: Any, dtype: Any, *_: Any) -> Any:
+def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
         raise ValueError("a device tensor of another type than its copy")
     return data
 
 
-def _first(value: Any, *rest: Any) -> Any:
+def _return_first(value: Any, *rest: Any) -> Any:
     return value
 
 
-def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
+def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if not isinstance(function, Global) or function.key not in _REBUILD:
         raise TypeError("not a tensor")
     return function(*args)
 
 
-def _dict(*args: Any) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
+def _rebuild_dict(*args: Any) -> dict[Any, Any]:
+    result: dict[Any, Any] = {}
     for pair in args[0] if args else ():
         key, value = pair
         if not isinstance(key, (str, int, float, bool, type(None))):
             raise TypeError("not a plain key")
-        made[key] = value
-    return made
+        result[key] = value
+    return result
 
 
-def _size(dims: Any = ()) -> tuple[int, ...]:
+def _rebuild_size(dims: Any = ()) -> tuple[int, ...]:
     if any(type(dim) is not int for dim in dims):
         raise TypeError("not a size")
     return tuple(dims)
 
 
-def _path(*parts: Any) -> str:
+def _join_path(*parts: Any) -> str:
     return "/".join(str(part) for part in parts if isinstance(part, str))
 
 
-def _text(text: Any, *_: Any) -> bytes:
+def _encode_text(text: Any, *_: Any) -> bytes:
     return bytes(text.encode("latin-1"))
 
 
-def _set(items: Any = ()) -> list[Any]:
+def _rebuild_list(items: Any = ()) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple, set)) else []
 
 
-def _instance(*args: Any) -> Instance:
+def _rebuild_instance(*args: Any) -> Instance:
     kind = args[0] if args and isinstance(args[0], Global) else None
     return Instance(kind.key if kind else "object", args)
 
@@ -372,44 +400,44 @@ MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESE
 """The members of torch's enumerations of memory formats."""
 
 _REBUILD: dict[str, Standin | None] = {
-    "torch._utils._rebuild_tensor": _tensor_v2,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_device,
-    "torch._utils._rebuild_parameter": _first,
-    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._utils._rebuild_tensor": _rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _rebuild_device_tensor,
+    "torch._utils._rebuild_parameter": _return_first,
+    "torch._utils._rebuild_parameter_with_state": _return_first,
 }
 
 TORCH_STANDINS: dict[str, Standin | None] = {
     **_REBUILD,
-    "torch._tensor._rebuild_from_type_v2": _from_type_v2,
-    "torch.Size": _size,
-    "torch.device": _path,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type_v2,
+    "torch.Size": _rebuild_size,
+    "torch.device": _join_path,
     "torch.serialization._get_layout": None,
     "torch.storage.UntypedStorage": None,
-    "torch.nn.parameter.Parameter": _first,
+    "torch.nn.parameter.Parameter": _return_first,
     "torch.Tensor": None,
-    "collections.OrderedDict": _dict,
+    "collections.OrderedDict": _rebuild_dict,
     "collections.defaultdict": lambda *args: {},
     "collections.Counter": None,
     "collections.deque": None,
-    "builtins.dict": _dict,
-    "builtins.set": _set,
-    "builtins.frozenset": _set,
-    "builtins.list": _set,
+    "builtins.dict": _rebuild_dict,
+    "builtins.set": _rebuild_list,
+    "builtins.frozenset": _rebuild_list,
+    "builtins.list": _rebuild_list,
     "builtins.object": None,
     "builtins.slice": None,
     "builtins.complex": None,
     "builtins.int": None,
     "builtins.float": None,
-    "_codecs.encode": _text,
-    "copyreg._reconstructor": _instance,
+    "_codecs.encode": _encode_text,
+    "copyreg._reconstructor": _rebuild_instance,
     "argparse.Namespace": None,
     "types.SimpleNamespace": None,
-    "pathlib.Path": _path,
-    "pathlib.PosixPath": _path,
-    "pathlib._local.PosixPath": _path,
-    "pathlib.PurePosixPath": _path,
+    "pathlib.Path": _join_path,
+    "pathlib.PosixPath": _join_path,
+    "pathlib._local.PosixPath": _join_path,
+    "pathlib.PurePosixPath": _join_path,
     "numpy.dtype": None,
     "numpy.ndarray": None,
     "numpy.core.multiarray.scalar": None,

@@ -16,49 +16,49 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Shape
 
 
-def require_mapping(value: Any, what: str, where: str = "") -> dict[Any, Any]:
+def require_mapping(value: Any, name: str, location: str = "") -> dict[Any, Any]:
     """Return `value` if it is a dict.
 
     Args:
         value: Value from a checkpoint.
-        what: Description of the value for the error message.
-        where: File that contains the value; empty if the caller adds the file to the error message.
+        name: Description of the value for the error message.
+        location: File that contains the value; empty if the caller adds the file to the error message.
 
     Raises:
         CheckpointError: If the value has another type.
     """
     if isinstance(value, dict):
         return value
-    raise _build_error(what, "a mapping", where)
+    raise _build_error(name, "a mapping", location)
 
 
-def require_list(value: Any, what: str, where: str = "") -> list[Any]:
+def require_list(value: Any, name: str, location: str = "") -> list[Any]:
     """Return `value` as a list if it is a list or a tuple; see `require_mapping`."""
     if isinstance(value, (list, tuple)):
         return list(value)
-    raise _build_error(what, "a list", where)
+    raise _build_error(name, "a list", location)
 
 
-def require_names(value: Any, what: str, where: str = "") -> list[str]:
+def require_names(value: Any, name: str, location: str = "") -> list[str]:
     """Return `value` as a list if it is a list or a tuple of strings; see `require_mapping`."""
-    names = require_list(value, what, where)
+    names = require_list(value, name, location)
     if all(isinstance(name, str) for name in names):
         return names
-    raise _build_error(what, "a list of names", where)
+    raise _build_error(name, "a list of names", location)
 
 
-def require_shape(value: Any, what: str, where: str = "") -> Shape:
+def require_shape(value: Any, name: str, location: str = "") -> Shape:
     """Return `value` as a tuple if it can be a shape, offsets, or strides; see `require_mapping`."""
     if is_shape(value):
         return tuple(value)
-    raise _build_error(what, "a list of sizes", where)
+    raise _build_error(name, "a list of sizes", location)
 
 
-def require_attributes(value: Any, class_name: str, where: str = "") -> dict[str, Any]:
+def require_attributes(value: Any, class_name: str, location: str = "") -> dict[str, Any]:
     """Return the attributes of an unpickled instance of the class `class_name`; see `require_mapping`."""
     if isinstance(value, Instance) and value.key.rpartition(".")[2] == class_name:
-        return require_mapping(value.state, f"the state of a {class_name}", where)
-    raise _build_error("a record", f"a {class_name}", where)
+        return require_mapping(value.state, f"the state of a {class_name}", location)
+    raise _build_error("a record", f"a {class_name}", location)
 
 
 def get_mapping(value: Any) -> dict[Any, Any]:
@@ -79,6 +79,6 @@ def get_attributes(value: Any) -> dict[Any, Any]:
     return get_mapping(state)
 
 
-def _build_error(what: str, kind: str, where: str) -> CheckpointError:
-    message = f"damaged, {what} is not {kind}"
-    return CheckpointError(f"{where}: {message}" if where else message)
+def _build_error(name: str, kind: str, location: str) -> CheckpointError:
+    message = f"damaged, {name} is not {kind}"
+    return CheckpointError(f"{location}: {message}" if location else message)

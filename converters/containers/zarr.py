@@ -16,15 +16,15 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.crc32c import crc32c
-from converters.containers.pickle_reader import shown
+from converters.containers.crc32c import compute_crc32c
+from converters.containers.pickle_reader import format_value
 from converters.containers.untrusted import require_shape
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.numeric import np
 from converters.storage.bytes import Memory, Slice, read_json
 from converters.storage.compressed import CODECS, Compressed
-from converters.tensors.dtypes import itemsize, map_numpy_dtypes, numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, possible_shape, row_major
+from converters.tensors.dtypes import get_itemsize, map_numpy_dtypes, to_numpy_dtype
+from converters.tensors.tensor import Box, Tensor, View, check_shape, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ _ABSENT = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class _Header:
+class _ArrayHeader:
     """What the JSON of an array says.
 
     Attributes:
@@ -61,16 +61,18 @@ class _Header:
     key: Callable[[Shape], str]
 
 
-class Budget:
+class ChunkBudget:
     """How many chunks an array may have beyond its values: a few bytes of a header can claim any number."""
 
     def __init__(self, chunks: int) -> None:
         self._left = chunks
 
-    def take(self, chunks: int, where: str) -> None:
+    def take(self, chunks: int, location: str) -> None:
         self._left -= chunks
         if self._left < 0:
-            raise CheckpointError(f"{where}: damaged, too many chunks lie within shards, or have no values")
+            raise CheckpointError(
+                f"{location}: damaged, too many chunks lie within shards, or have no values"
+            )
 
 
 def read_zarr(
@@ -78,9 +80,9 @@ def read_zarr(
     header: bytes,
     version: int,
     values: Callable[[str], Source | None],
-    where: str,
+    location: str,
     limit: int,
-    budget: Budget,
+    budget: ChunkBudget,
 ) -> Tensor:
     """One array.
 
@@ -89,7 +91,7 @@ def read_zarr(
         header: the `.zarray` (version 2) or `zarr.json` (version 3).
         values: key of a chunk (`0.1`, `c/0/1`) -> its bytes; None for the fill value; CheckpointError where
             it is missing.
-        where: the checkpoint, for messages.
+        location: the checkpoint, for messages.
         limit: the array has at most so many chunks.
         budget: of all arrays of the checkpoint.
 
@@ -97,81 +99,89 @@ def read_zarr(
         CheckpointError: the header is damaged, or holds something that is not read; a chunk is missing.
     """
     try:
-        found = _parsed(header, version)
-    except CheckpointError as error:  # not `blame`, which takes its time for 100,000 arrays
-        raise type(error)(f"{where}: {name}: {error.args[0]}") from None
-    shape = found.shape
-    grid = [-(-size // step) for size, step in zip(shape, found.chunk, strict=True)]
+        parsed = _parse_header(header, version)
+    except CheckpointError as error:  # not `prefix_errors`, which takes its time for 100,000 arrays
+        raise type(error)(f"{location}: {name}: {error.args[0]}") from None
+    shape = parsed.shape
+    grid = [-(-size // step) for size, step in zip(shape, parsed.chunk, strict=True)]
     if prod(grid) > limit:
-        raise CheckpointError(f"{where}: {name}: damaged, it would have {prod(grid):,} chunks")
+        raise CheckpointError(f"{location}: {name}: damaged, it would have {prod(grid):,} chunks")
     boxes = []
     for position in product(*map(range, grid)):
-        key = found.key(position)
+        key = parsed.key(position)
         value = values(key)
-        if value is not None and found.inner == shape and not found.sharded:  # the only chunk
-            used = prod(shape) * itemsize(found.dtype)
-            only = _view(found, value, None, 0, used, f"{where}: {name}/{key}")
-            return Tensor.contiguous(name, found.dtype, shape, only.source)
-        low = tuple(at * step for at, step in zip(position, found.chunk, strict=True))
-        boxes += _boxes(found, value, low, f"{where}: {name}/{key}", budget)
-    with blame(where):
-        return Tensor(name, found.dtype, shape, boxes)
+        if value is not None and parsed.inner == shape and not parsed.sharded:  # the only chunk
+            used = prod(shape) * get_itemsize(parsed.dtype)
+            only = _build_view(parsed, value, None, 0, used, f"{location}: {name}/{key}")
+            return Tensor.from_source(name, parsed.dtype, shape, only.source)
+        low = tuple(index * step for index, step in zip(position, parsed.chunk, strict=True))
+        boxes += _build_boxes(parsed, value, low, f"{location}: {name}/{key}", budget)
+    with prefix_errors(location):
+        return Tensor(name, parsed.dtype, shape, boxes)
 
 
-def _boxes(header: _Header, value: Source | None, low: Shape, where: str, budget: Budget) -> list[Box]:
+def _build_boxes(
+    header: _ArrayHeader, value: Source | None, low: Shape, location: str, budget: ChunkBudget
+) -> list[Box]:
     """The chunks within one stored value, which begins at `low`."""
     if value is None:
-        budget.take(1, where)
-        with blame(where):
-            fill = Memory(_element(header.fill, header.dtype))
-        return [Box(low, _sizes(header.chunk, header.shape, low), View(fill, 0, (0,) * len(low)))]
-    counts = [whole // step for whole, step in zip(header.chunk, header.inner, strict=True)]
+        budget.take(1, location)
+        with prefix_errors(location):
+            fill = Memory(_encode_fill_value(header.fill, header.dtype))
+        return [Box(low, _clip_chunk(header.chunk, header.shape, low), View(fill, 0, (0,) * len(low)))]
+    counts = [size // step for size, step in zip(header.chunk, header.inner, strict=True)]
     if header.inner != header.chunk:
-        budget.take(prod(counts), where)
-    index = _Index(value, prod(counts), summed=header.summed, where=where) if header.sharded else None
-    width = itemsize(header.dtype)
+        budget.take(prod(counts), location)
+    index = (
+        _ShardIndex(value, prod(counts), summed=header.summed, location=location) if header.sharded else None
+    )
+    width = get_itemsize(header.dtype)
     boxes = []
-    for number, at in enumerate(product(*map(range, counts))):
-        offset = tuple(start + place * step for start, place, step in zip(low, at, header.inner, strict=True))
-        sizes = _sizes(header.inner, header.shape, offset)
+    for number, chunk_index in enumerate(product(*map(range, counts))):
+        offset = tuple(
+            start + place * step for start, place, step in zip(low, chunk_index, header.inner, strict=True)
+        )
+        sizes = _clip_chunk(header.inner, header.shape, offset)
         if min(sizes, default=1) > 0:  # else beyond the upper edge
-            view = partial(_view, header, value, index, number, prod(sizes) * width, where)
+            view = partial(_build_view, header, value, index, number, prod(sizes) * width, location)
             boxes.append(Box(offset, sizes, view if index else view()))
     return boxes
 
 
-def _sizes(chunk: Shape, shape: Shape, offset: Shape) -> Shape:
+def _clip_chunk(chunk: Shape, shape: Shape, offset: Shape) -> Shape:
     """Of a chunk at `offset`, which may reach beyond the upper edge of the array."""
-    return tuple(min(step, size - at) for step, size, at in zip(chunk, shape, offset, strict=True))
+    return tuple(min(step, size - start) for step, size, start in zip(chunk, shape, offset, strict=True))
 
 
-def _view(header: _Header, value: Source, index: _Index | None, number: int, used: int, where: str) -> View:
+def _build_view(
+    header: _ArrayHeader, value: Source, index: _ShardIndex | None, number: int, used: int, location: str
+) -> View:
     """The chunk `number` of a stored value; reads the index of a shard."""
-    width = itemsize(header.dtype)
-    source, nbytes = value if index is None else index.chunk(number), prod(header.inner) * width
+    width = get_itemsize(header.dtype)
+    source, nbytes = value if index is None else index.get_chunk(number), prod(header.inner) * width
     if header.codec is not None:
-        source = Compressed(source, header.codec, nbytes, used, where)
+        source = Compressed(source, header.codec, nbytes, used, location)
     elif source.nbytes != nbytes:
-        raise CheckpointError(f"{where}: damaged, a chunk of {nbytes:,} bytes has {source.nbytes:,}")
-    return View(source, 0, row_major(header.inner, width))
+        raise CheckpointError(f"{location}: damaged, a chunk of {nbytes:,} bytes has {source.nbytes:,}")
+    return View(source, 0, compute_row_major_strides(header.inner, width))
 
 
-class _Index:
+class _ShardIndex:
     """Where the chunks of a shard lie: two integers for each at its end, read once."""
 
-    def __init__(self, value: Source, count: int, *, summed: bool, where: str) -> None:
+    def __init__(self, value: Source, count: int, *, summed: bool, location: str) -> None:
         if 16 * count + 4 * summed > value.nbytes:
-            raise CheckpointError(f"{where}: truncated or damaged, a shard has no index")
+            raise CheckpointError(f"{location}: truncated or damaged, a shard has no index")
         self._value = value
         self._count = count
         self._summed = summed
-        self._where = where
+        self._where = location
         self._read: list[tuple[int, int]] | None = None
 
-    def chunk(self, number: int) -> Source:
+    def get_chunk(self, number: int) -> Source:
         """The bytes of one chunk."""
         if self._read is None:
-            self._read = self._table()
+            self._read = self._read_entries()
         offset, length = self._read[number]
         if offset == _ABSENT:
             raise CheckpointError(f"{self._where}: a chunk is missing")
@@ -179,112 +189,118 @@ class _Index:
             raise CheckpointError(f"{self._where}: damaged, the index of a shard is wrong")
         return Slice(self._value, offset, length)
 
-    def _table(self) -> list[tuple[int, int]]:
+    def _read_entries(self) -> list[tuple[int, int]]:
         raw = bytearray(16 * self._count + 4 * self._summed)
         self._value.read_into(memoryview(raw), self._value.nbytes - len(raw), set())
-        if self._summed and crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
+        if self._summed and compute_crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
             raise CheckpointError(f"{self._where}: damaged, the checksum of a shard's index does not match")
         return list(struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._count]))
 
 
 @lru_cache(1024)  # a model has few shapes
-def _parsed(header: bytes, version: int) -> _Header:
+def _parse_header(header: bytes, version: int) -> _ArrayHeader:
     values = read_json("its header", header)
-    found = _version2(values) if version == 2 else _version3(values)
-    possible_shape("its header", found.dtype, found.shape)
-    return found
+    parsed = _parse_version2(values) if version == 2 else _parse_version3(values)
+    check_shape("its header", parsed.dtype, parsed.shape)
+    return parsed
 
 
-def _version2(header: Any) -> _Header:
-    fields = _fields(header, 2)
+def _parse_version2(header: Any) -> _ArrayHeader:
+    fields = _check_fields(header, 2)
     shape, chunk = require_shape(fields.get("shape"), "shape"), require_shape(fields.get("chunks"), "chunks")
     _check_chunk(shape, chunk)
     if fields.get("filters"):
         raise CheckpointError("zarr filters are not supported")
     if fields.get("order", "C") != "C":
-        raise CheckpointError(f"the zarr order {shown(fields['order'])} is not supported")
+        raise CheckpointError(f"the zarr order {format_value(fields['order'])} is not supported")
     compressor = fields.get("compressor")
     codec = compressor.get("id") if isinstance(compressor, dict) else None
     if compressor is not None and codec not in CODECS:
-        raise CheckpointError(f"the zarr compressor {shown(codec)} is not supported")
+        raise CheckpointError(f"the zarr compressor {format_value(codec)} is not supported")
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise CheckpointError("damaged, its separator is neither . nor /")
-    dtype = element_type(fields.get("dtype"))
+    dtype = map_element_type(fields.get("dtype"))
 
-    def key(position: Shape) -> str:
+    def format_key(position: Shape) -> str:
         return str(separator).join(map(str, position)) or "0"
 
     fill = fields.get("fill_value")
-    return _Header(dtype, shape, chunk, chunk, codec, sharded=False, summed=False, fill=fill, key=key)
+    return _ArrayHeader(
+        dtype, shape, chunk, chunk, codec, sharded=False, summed=False, fill=fill, key=format_key
+    )
 
 
-def _version3(header: Any) -> _Header:
-    fields = _fields(header, 3)
+def _parse_version3(header: Any) -> _ArrayHeader:
+    fields = _check_fields(header, 3)
     shape = require_shape(fields.get("shape"), "shape")
     chunk = require_shape(
-        _configuration(fields.get("chunk_grid"), "regular").get("chunk_shape"), "chunk_shape"
+        _get_configuration(fields.get("chunk_grid"), "regular").get("chunk_shape"), "chunk_shape"
     )
     _check_chunk(shape, chunk)
-    separator = _configuration(fields.get("chunk_key_encoding"), "default").get("separator", "/")
+    separator = _get_configuration(fields.get("chunk_key_encoding"), "default").get("separator", "/")
     if separator not in (".", "/"):
         raise CheckpointError("damaged, its separator is neither . nor /")
     if fields.get("storage_transformers"):
         raise CheckpointError("zarr storage transformers are not supported")
-    codecs = _codecs(fields.get("codecs"))
+    codecs = _parse_codecs(fields.get("codecs"))
     inner, sharded, summed = chunk, False, False
     if codecs and codecs[0][0] == "sharding_indexed":
         if len(codecs) > 1:
             raise CheckpointError(
-                f"the zarr codec {shown(codecs[1][0])} after sharding_indexed is not supported"
+                f"the zarr codec {format_value(codecs[1][0])} after sharding_indexed is not supported"
             )
         sharding = codecs[0][1]
         inner = require_shape(sharding.get("chunk_shape"), "chunk_shape")
-        if len(inner) != len(chunk) or any(n < 1 or whole % n for whole, n in zip(chunk, inner, strict=True)):
+        if len(inner) != len(chunk) or any(n < 1 or size % n for size, n in zip(chunk, inner, strict=True)):
             raise CheckpointError("damaged, its chunks do not tile a shard")
-        if prod(whole // n for whole, n in zip(chunk, inner, strict=True)) > 1 << 24:
+        if prod(size // n for size, n in zip(chunk, inner, strict=True)) > 1 << 24:
             raise CheckpointError("damaged, a shard has too many chunks")
         if sharding.get("index_location", "end") != "end":
             raise CheckpointError("a zarr index at the start of a shard is not supported")
-        indexed = [name for name, _ in _codecs(sharding.get("index_codecs"))]
+        indexed = [name for name, _ in _parse_codecs(sharding.get("index_codecs"))]
         if indexed not in (["bytes"], ["bytes", "crc32c"]):
-            raise CheckpointError(f"the zarr index codecs {shown(indexed)} are not supported")
+            raise CheckpointError(f"the zarr index codecs {format_value(indexed)} are not supported")
         sharded, summed = True, len(indexed) == 2
-        codecs = _codecs(sharding.get("codecs"))
+        codecs = _parse_codecs(sharding.get("codecs"))
     names = [name for name, _ in codecs]
     unknown = next((name for name in names if name not in ("bytes", *CODECS)), None)
     if unknown is not None or names[:1] != ["bytes"] or len(names) > 2:
-        raise CheckpointError(f"the zarr codecs {shown(names)} are not supported")
+        raise CheckpointError(f"the zarr codecs {format_value(names)} are not supported")
     if codecs[0][1].get("endian", "little") != "little":
         raise CheckpointError("big-endian values are not supported")
-    dtype = element_type(fields.get("data_type"))
+    dtype = map_element_type(fields.get("data_type"))
 
-    def key(position: Shape) -> str:
+    def format_key(position: Shape) -> str:
         return str(separator).join(("c", *map(str, position)))
 
     codec = names[1] if len(names) > 1 else None
-    return _Header(dtype, shape, chunk, inner, codec, sharded, summed, fields.get("fill_value"), key)
+    return _ArrayHeader(
+        dtype, shape, chunk, inner, codec, sharded, summed, fields.get("fill_value"), format_key
+    )
 
 
-def _fields(header: Any, version: int) -> dict[str, Any]:
+def _check_fields(header: Any, version: int) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("zarr_format") != version:
         raise CheckpointError(f"damaged, no header of zarr version {version}")
     return header
 
 
-def _configuration(value: Any, name: str) -> dict[str, Any]:
+def _get_configuration(value: Any, name: str) -> dict[str, Any]:
     """The settings of a named extension of version 3; refused under another name."""
     if not isinstance(value, dict) or value.get("name") != name:
-        raise CheckpointError(f"{shown(value)} where zarr's {name!r} is expected is not supported")
+        raise CheckpointError(f"{format_value(value)} where zarr's {name!r} is expected is not supported")
     settings = value.get("configuration", {})
     return settings if isinstance(settings, dict) else {}
 
 
-def _codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
+def _parse_codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(value, list) or not all(isinstance(codec, dict) for codec in value):
         raise CheckpointError("damaged, it names no codecs")
     return [
-        (str(codec.get("name")), _configuration(codec, codec["name"])) for codec in value if "name" in codec
+        (str(codec.get("name")), _get_configuration(codec, codec["name"]))
+        for codec in value
+        if "name" in codec
     ]
 
 
@@ -296,21 +312,21 @@ def _check_chunk(shape: Shape, chunk: Shape) -> None:
         raise CheckpointError(f"damaged, chunks of {list(chunk)} in an array of {list(shape)}")
 
 
-def element_type(name: Any) -> str:
+def map_element_type(name: Any) -> str:
     """The safetensors name of an element type."""
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointError(f"the element type {shown(name)} is not supported")
+        raise CheckpointError(f"the element type {format_value(name)} is not supported")
     return _DTYPES[name]
 
 
-def _element(fill: Any, dtype: str) -> bytes:
+def _encode_fill_value(fill: Any, dtype: str) -> bytes:
     """One element with the fill value of a header; TensorStore takes null for zero."""
     try:
         value = float(fill) if isinstance(fill, str) else fill or 0  # NaN, Infinity
         with np.errstate(all="ignore"):
-            return np.array(value).astype(numpy_dtype(dtype)).reshape(()).tobytes()
+            return np.array(value).astype(to_numpy_dtype(dtype)).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(f"the fill value {shown(fill)} is not supported") from None
+        raise CheckpointError(f"the fill value {format_value(fill)} is not supported") from None
 
 
 # Version 2 has numpy's codes (`<f4`) for the types that numpy knows.

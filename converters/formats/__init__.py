@@ -35,7 +35,7 @@ _MODULES = (
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointPath:
     """A path to open, and how.
 
     Attributes:
@@ -68,33 +68,33 @@ class Format:
             complete; looks at file names and reads almost nothing.
         open: the logical checkpoint of what `find` found; CheckpointError for anything damaged.
         incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
-        tags: whether `open` handles `Source.tag` itself.
+        tags: whether `open` handles `CheckpointPath.tag` itself.
     """
 
     name: str
-    find: Callable[[Source], Any]
-    open: Callable[[Source, Any], Checkpoint]
-    incomplete: Callable[[Source], str | None] = lambda source: None
+    find: Callable[[CheckpointPath], Any]
+    open: Callable[[CheckpointPath, Any], Checkpoint]
+    incomplete: Callable[[CheckpointPath], str | None] = lambda source: None
     tags: bool = False
 
 
-def formats() -> Iterator[Format]:
+def iter_formats() -> Iterator[Format]:
     """Every format, in the order they are tried. The module of each is imported when it is its turn."""
-    named = (name.partition(":") for name in _MODULES)
-    return (getattr(import_module(module), name or "FORMAT") for module, _, name in named)
+    entries = (name.partition(":") for name in _MODULES)
+    return (getattr(import_module(module), name or "FORMAT") for module, _, name in entries)
 
 
 class Detected(NamedTuple):
     """A path whose format is known; `found` is what its `find` returned."""
 
     format: Format
-    source: Source
+    source: CheckpointPath
     found: Any
 
 
-def detect(source: Source) -> Detected | None:
+def detect(source: CheckpointPath) -> Detected | None:
     """The path with the first format that recognizes it, or None."""
-    for format in formats():
-        if (found := format.find(source)) is not None:
-            return Detected(format, source, found)
+    for format in iter_formats():
+        if (match := format.find(source)) is not None:
+            return Detected(format, source, match)
     return None

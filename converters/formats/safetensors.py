@@ -12,50 +12,50 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
-from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import check_one_model, find_companions, read_trainer_metadata
 from converters.containers.shard_index import ADAPTER, GROUPS, INDEX, OPTIMIZER, SINGLE, read_index
-from converters.errors import CheckpointError, blame
-from converters.formats import Format, Source
-from converters.formats.torch_save.reader import in_order, optimizer_beside
+from converters.errors import CheckpointError, prefix_errors
+from converters.formats import CheckpointPath, Format
+from converters.formats.torch_save.reader import drop_aliases, open_optimizer_file
 from converters.limits import MAX_HEADER
-from converters.names.canonical import plain_names, split_state_key
-from converters.names.module_order import module_order
+from converters.names.canonical import split_state_key, strip_prefixes
+from converters.names.module_order import sort_by_module
 from converters.storage.bytes import read_json, read_table
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
-from converters.tensors.dtypes import SUPPORTED, itemsize
+from converters.tensors.dtypes import SUPPORTED, get_itemsize
 from converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
     from converters.storage.bytes import SourceFile
 
 
-def _find(source: Source) -> str | None:
+def _find(source: CheckpointPath) -> str | None:
     """The index, `model.safetensors`, or the only .safetensors file."""
     path = source.path
     if path.is_file():
-        named = path.name.endswith((".safetensors", ".safetensors.index.json"))
-        return path.name if named else None
+        is_named = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        return path.name if is_named else None
     for name in (INDEX, SINGLE):
         if (path / name).is_file():
             return name
     entries = files_in(path)
     for suffix in (".safetensors.index.json", ".safetensors"):
-        found = [
+        candidates = [
             name for name in entries if name.endswith(suffix) and not name.startswith((".", "optimizer."))
         ]
-        if len(found) == 1:
-            return found[0]
+        if len(candidates) == 1:
+            return candidates[0]
     return None
 
 
-def _incomplete(source: Source) -> str | None:
+def _explain_incomplete(source: CheckpointPath) -> str | None:
     if source.path.is_dir() and sum(name.endswith(".safetensors") for name in names_in(source.path)) > 1:
         return f"{source.path}: several .safetensors files and no {INDEX}; give one of them, or add it"
     return None
 
 
-def _open(source: Source, name: str) -> Checkpoint:
+def _open(source: CheckpointPath, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
     folder = Folder(root)
     if source.path.is_dir():
@@ -64,58 +64,58 @@ def _open(source: Source, name: str) -> Checkpoint:
     headers: dict[str, dict[str, str]] = {}
     if name.endswith(".index.json"):
 
-        def shard(file: SourceFile) -> dict[str, Tensor]:
-            held, metadata = read_file(file)
+        def read_shard(file: SourceFile) -> dict[str, Tensor]:
+            tensors, metadata = read_file(file)
             headers[file.name] = metadata
-            return held
+            return tensors
 
-        tensors = read_index(folder, name, shard)
+        tensors = read_index(folder, name, read_shard)
         for shard_name in sorted(headers):
             extra |= headers[shard_name]
     else:
         tensors, extra = read_file(folder.file(name))
-    plain = plain_names(tensors, where=str(source.path))
+    plain = strip_prefixes(tensors, location=str(source.path))
     companions = find_companions(source.path)
 
-    def optimizer(aliases: Aliases) -> OptimizerState | None:
+    def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if name not in (SINGLE, INDEX, ADAPTER):
             return None
         if (folder.path / OPTIMIZER).is_file():
-            return _optimizer(folder, plain)
+            return _read_optimizer(folder, plain)
         # The Trainer's and Accelerate's plain checkpoints.
-        given = [name for name in source.order if name in plain]
-        order = given or module_order(plain, companions.get("config.json"))
-        return optimizer_beside(folder, plain, lambda: order and in_order(order, aliases))
+        ordered_names = [name for name in source.order if name in plain]
+        order = ordered_names or sort_by_module(plain, companions.get("config.json"))
+        return open_optimizer_file(folder, plain, lambda: order and drop_aliases(order, aliases))
 
     return Checkpoint(
         format="safetensors",
         root=source.path,
         tensors=plain,
-        optimizer=optimizer,
-        metadata={**({"header": extra} if extra else {}), **trainer_metadata(root)},
+        optimizer=open_optimizer,
+        metadata={**({"header": extra} if extra else {}), **read_trainer_metadata(root)},
         companions=companions,
     )
 
 
-def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
+def _read_optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
     """The optimizer state that `portable-convert --optimizer` writes beside the model."""
     stored, _ = read_file(folder.file(OPTIMIZER))
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for key, tensor in stored.items():
-        parameter, what = split_state_key(key, tensors)
+        parameter, state_name = split_state_key(key, tensors)
         if parameter not in tensors:
             raise CheckpointError(
                 f"{folder.path / OPTIMIZER}: {key!r} does not belong to a tensor of the model"
             )
-        state.setdefault(parameter, {})[what] = tensor
+        state.setdefault(parameter, {})[state_name] = tensor
     file = folder.file(GROUPS)
     groups = read_table(file).get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{file.path}: holds no param_groups")
-    named = [group.get("params", []) for group in groups]
-    if not all(isinstance(names, list) for names in named):
+    parameter_names = [group.get("params", []) for group in groups]
+    if not all(isinstance(names, list) for names in parameter_names):
         raise CheckpointError(f"{file.path}: its param_groups do not list their parameters")
-    grouped = {name for names in named for name in names if isinstance(name, str)}
+    grouped = {name for names in parameter_names for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
         raise CheckpointError(f"{file.path}: does not name every parameter with state in {OPTIMIZER}")
     return OptimizerState(state, groups)
@@ -141,29 +141,29 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     start = 8 + length
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Tensor] = {}
-    with blame(file.path):
+    with prefix_errors(file.path):
         for name, entry in header.items():
-            dtype, shape, low, high = _entry(name, entry)
-            if high - low != prod(shape) * itemsize(dtype):
+            dtype, shape, low, high = _read_entry(name, entry)
+            if high - low != prod(shape) * get_itemsize(dtype):
                 raise CheckpointError(f"{name!r} has {high - low} bytes for {dtype} {shape}")
             if start + high > file.nbytes:
-                where = f"byte {start + high} of {file.nbytes}"
-                raise CheckpointError(f"truncated or damaged, {name!r} would end at {where}")
+                location = f"byte {start + high} of {file.nbytes}"
+                raise CheckpointError(f"truncated or damaged, {name!r} would end at {location}")
             span = file.span(start + low, high - low, what=repr(name))
-            tensors[name] = Tensor.contiguous(name, dtype, shape, span)
+            tensors[name] = Tensor.from_source(name, dtype, shape, span)
             spans.append((low, high, name))
     spans.sort()
     bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]
     for (_, stop, left), (low, _, right) in pairwise(bounds):
         if stop != low:
-            what = f"after {left!r}" if left else f"before {right!r}"
+            description = f"after {left!r}" if left else f"before {right!r}"
             why = "unused bytes" if stop < low else "overlapping tensors"
-            raise CheckpointError(f"{file.path}: {why} {what}; truncated or damaged")
+            raise CheckpointError(f"{file.path}: {why} {description}; truncated or damaged")
     plain = isinstance(extra, dict) and all(isinstance(value, str) for value in extra.values())
     return tensors, extra if plain else {}
 
 
-def _entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
+def _read_entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
     """(dtype, shape, start, stop) of one header entry."""
     try:
         dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -181,5 +181,5 @@ FORMAT = Format(
     "safetensors",
     _find,
     _open,
-    _incomplete,
+    _explain_incomplete,
 )

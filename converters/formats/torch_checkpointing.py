@@ -16,20 +16,20 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.pickle_reader import plain, shown, unpickle
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from converters.containers.pickle_reader import format_value, to_json_value, unpickle
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats import Format, Source
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from converters.formats import CheckpointPath, Format
 from converters.formats.dcp.optimizer import build_optimizer
-from converters.formats.fsdp_ranks.flat import Copies
-from converters.formats.fsdp_ranks.reader import Parts
+from converters.formats.fsdp_ranks.flat import RankCopies
+from converters.formats.fsdp_ranks.reader import RankParts
 from converters.formats.fsdp_ranks.sharded import Placed, Sharded, load, locate_part
 from converters.formats.safetensors import read_file
-from converters.formats.torch_save.reader import aliases_of, in_order
+from converters.formats.torch_save.reader import drop_aliases, find_aliases
 from converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
-from converters.names.canonical import assign_roles, plain_names
+from converters.names.canonical import assign_roles, strip_prefixes
 from converters.storage.folder import Folder
 from converters.storage.places import files_in
 from converters.storage.safe_open import mentions, read_small
@@ -53,7 +53,7 @@ _DTENSOR = "DTensorShardingMetadata"
 _STEP = re.compile(r"step_0\.(pt|json)")
 
 
-class _Layout(NamedTuple):
+class _TensorLayout(NamedTuple):
     """Shape and placements of a tensor on a group of ranks.
 
     Attributes:
@@ -77,10 +77,10 @@ class _Item(NamedTuple):
     """
 
     files: dict[int, tuple[str, str]]
-    layouts: dict[KeyPath, list[tuple[frozenset[int], _Layout]]]
+    layouts: dict[KeyPath, list[tuple[frozenset[int], _TensorLayout]]]
 
 
-def _find(source: Source) -> Place | None:
+def _find(source: CheckpointPath) -> Place | None:
     path = source.path if source.path.is_dir() else source.path.parent
     if _METADATA not in files_in(path) or not any(mentions(path / _METADATA, mark) for mark in _MARKS):
         return None
@@ -88,7 +88,7 @@ def _find(source: Source) -> Place | None:
     return path if is_part else None
 
 
-def _open(source: Source, path: Place) -> Checkpoint:
+def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     folder = Folder(path)
     world, items = _read_metadata(path)
     leaves: dict[str, Any] = {}
@@ -97,41 +97,41 @@ def _open(source: Source, path: Place) -> Checkpoint:
         for below, leaf in _merge_ranks(folder, name, item).items():
             key = ".".join(map(str, (name, *below)))
             if key in leaves:
-                raise CheckpointError(f"{path}: two values are called {shown(key)}")
+                raise CheckpointError(f"{path}: two values are called {format_value(key)}")
             leaves[key], paths[key] = leaf, (name, *below)
     roles = assign_roles(
-        paths, frozenset(key for key, leaf in leaves.items() if _is_tensor(leaf)), where=str(path)
+        paths, frozenset(key for key, leaf in leaves.items() if _is_tensor(leaf)), location=str(path)
     )
     if not roles.model:
         raise CheckpointError(f"{path / _METADATA}: lists no tensors of a model")
-    with blame(path):
+    with prefix_errors(path):
         stored = {name: leaves[key].tensor() for name, key in roles.model.items()}
-    tensors: dict[str, Tensor] = plain_names(stored, where=str(path))
+    tensors: dict[str, Tensor] = strip_prefixes(stored, location=str(path))
     keys = dict(zip(tensors, roles.model.values(), strict=True))
     views = {name: view for name, key in keys.items() if (view := _get_view(leaves[key])) is not None}
 
-    def optimizer(aliases: Aliases) -> OptimizerState | None:
+    def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:
             return None
         if len(roles.optimizers) > 1:
-            names = ", ".join(shown(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8])
+            names = ", ".join(format_value(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8])
             raise OptimizerStateError(f"{path}: holds several optimizers, {names}")
         return build_optimizer(
             roles,
             tensors,
             lambda key, name: _read_state(leaves[key]),
             lambda key: _read_value(leaves[key]),
-            where=str(path),
-            order=in_order(tensors, aliases),
+            location=str(path),
+            order=drop_aliases(tensors, aliases),
         )
 
     return Checkpoint(
         format="torch-checkpointing",
         root=source.path,
         tensors=tensors,
-        aliases=aliases_of(views, tensors),
-        optimizer=optimizer,
-        metadata={"world_size": world, **_read_step(folder), **trainer_metadata(path)},
+        aliases=find_aliases(views, tensors),
+        optimizer=open_optimizer,
+        metadata={"world_size": world, **_read_step(folder), **read_trainer_metadata(path)},
         companions=find_companions(path),
     )
 
@@ -150,21 +150,21 @@ def _read_metadata(path: Place) -> tuple[int, dict[str, _Item]]:
         data = read_small(file, limit=MAX_HEADER)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror or error}") from None
-    table = unpickle(data, where=str(file), standins={})
+    table = unpickle(data, location=str(file), standins={})
     if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
         raise CheckpointError(f"{file}: damaged, not a table of items")
     if table.get("version") != _VERSION:
-        version = shown(table.get("version"))
+        version = format_value(table.get("version"))
         raise CheckpointError(
             f"{file}: has version {version}, not {_VERSION}; load the checkpoint with "
             "torch_checkpointing, and save it again"
         )
     world = table.get("world_size")
     if type(world) is not int or not 0 < world <= MAX_COUNT:
-        raise CheckpointError(f"{file}: damaged, world_size is {shown(world)}")
+        raise CheckpointError(f"{file}: damaged, world_size is {format_value(world)}")
     items: dict[str, _Item] = {}
     for name, entry in table["metadata"].items():
-        with blame(file):
+        with prefix_errors(file):
             if (item := _read_item(name, entry, world)).layouts:
                 items[name] = item
     if not items:
@@ -179,9 +179,11 @@ def _read_item(name: Any, entry: Any, world: int) -> _Item:
         raise CheckpointError("damaged, an item without a name")
     recorded, files = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
     if not isinstance(recorded, dict) or not isinstance(files, dict):
-        raise CheckpointError(f"damaged, the item {shown(name)} has no files or tensors")
+        raise CheckpointError(f"damaged, the item {format_value(name)} has no files or tensors")
     if len(recorded) != world or not all(type(rank) is int and 0 <= rank < world for rank in recorded):
-        raise CheckpointError(f"damaged, the item {shown(name)} does not list the files of {world} ranks")
+        raise CheckpointError(
+            f"damaged, the item {format_value(name)} does not list the files of {world} ranks"
+        )
     return _Item(
         {rank: _read_file_name(name, rank, layout) for rank, layout in recorded.items()},
         {_parse_path(text): _read_groups(text, groups, world) for text, groups in files.items()},
@@ -196,7 +198,9 @@ def _read_file_name(name: str, rank: int, layout: Any) -> tuple[str, str]:
     how = layout.get("serialization_format") if isinstance(layout, dict) else None
     kind = how.get("type") if isinstance(how, dict) else None
     if type(file) is not str or kind not in (_TORCH, _SAFETENSORS, *_OTHER_FORMATS):
-        raise CheckpointError(f"damaged, the file of item {shown(name)} on rank {rank} is not recorded")
+        raise CheckpointError(
+            f"damaged, the file of item {format_value(name)} on rank {rank} is not recorded"
+        )
     return file, kind
 
 
@@ -207,53 +211,57 @@ def _parse_path(text: Any) -> KeyPath:
     except (ValueError, RecursionError):
         parts = None
     if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
-        raise CheckpointError(f"damaged, {shown(text)} is not the path of a tensor")
+        raise CheckpointError(f"damaged, {format_value(text)} is not the path of a tensor")
     return tuple(parts)
 
 
-def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int], _Layout]]:
+def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int], _TensorLayout]]:
     """Read the layouts of a tensor, each with its ranks."""
-    layouts: list[tuple[frozenset[int], _Layout]] = []
+    layouts: list[tuple[frozenset[int], _TensorLayout]] = []
     seen: set[int] = set()
     for group in groups if isinstance(groups, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
-            raise CheckpointError(f"damaged, the ranks of {shown(name)} are {shown(ranks)}")
+            raise CheckpointError(f"damaged, the ranks of {format_value(name)} are {format_value(ranks)}")
         seen.update(ranks)
         layouts.append((frozenset(ranks), _read_layout(name, group.get("sharding_metadata"))))
     if not layouts:
-        raise CheckpointError(f"damaged, {shown(name)} is on no rank")
+        raise CheckpointError(f"damaged, {format_value(name)} is on no rank")
     return layouts
 
 
-def _read_layout(name: Any, packed: Any) -> _Layout:
+def _read_layout(name: Any, packed: Any) -> _TensorLayout:
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
-        raise CheckpointError(f"{shown(name)}: sharding metadata of type {shown(kind)} is not supported")
+        raise CheckpointError(
+            f"{format_value(name)}: sharding metadata of type {format_value(kind)} is not supported"
+        )
     mesh = data.get("mesh_spec") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(mesh, dict):
-        raise CheckpointError(f"damaged, the layout of {shown(name)} is incomplete")
+        raise CheckpointError(f"damaged, the layout of {format_value(name)} is incomplete")
     dtype = data.get("dtype")
     converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
     if converted_dtype is None:
-        raise CheckpointError(f"{shown(name)}: the element type {shown(dtype)} is not supported")
+        raise CheckpointError(
+            f"{format_value(name)}: the element type {format_value(dtype)} is not supported"
+        )
     shape, sizes, ranks = data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data")
     placements = data.get("placements")
     if not is_shape(shape) or not is_shape(sizes) or not is_shape(ranks):
-        raise CheckpointError(f"damaged, the shape or mesh of {shown(name)} is not a list of numbers")
+        raise CheckpointError(f"damaged, the shape or mesh of {format_value(name)} is not a list of numbers")
     if prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise CheckpointError(f"damaged, the mesh of {shown(name)} does not list each rank once")
+        raise CheckpointError(f"damaged, the mesh of {format_value(name)} does not list each rank once")
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
-        raise CheckpointError(f"damaged, {shown(name)} has no placements")
-    return _Layout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
+        raise CheckpointError(f"damaged, {format_value(name)} has no placements")
+    return _TensorLayout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
 
 
 def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
     """Merge the files of all ranks.
 
     Returns:
-        The values of the item, keyed by path, with `Parts` and `Copies` for tensors.
+        The values of the item, keyed by path, with `RankParts` and `RankCopies` for tensors.
 
     Raises:
         CheckpointError: If a file is missing or contradicts `metadata.pkl` or the other ranks.
@@ -273,12 +281,12 @@ def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
         for path, value in values:
             _check_layout(path, value, item, rank, location)
             counts[path] = counts.get(path, 0) + 1
-            _add(merged, path, value, rank, f"{location}: {shown('.'.join(map(str, path)))}")
+            _add(merged, path, value, rank, f"{location}: {format_value('.'.join(map(str, path)))}")
     for path, groups in item.layouts.items():
         if counts.get(path, 0) != sum(len(ranks) for ranks, _ in groups):
             raise CheckpointError(
-                f"{folder.path}: {shown('.'.join(map(str, path)))} is missing from the {name} file of a rank "
-                f"that {_METADATA} lists"
+                f"{folder.path}: {format_value('.'.join(map(str, path)))} is missing from the {name} file of "
+                f"a rank that {_METADATA} lists"
             )
     return merged
 
@@ -288,7 +296,7 @@ def _check_distinct(folder: Folder, files: Mapping[int, str]) -> None:
     for file in files.values():
         other = files_by_identity.setdefault(folder.file(file).identity(), file)
         if other != file or len(set(files.values())) != len(files):
-            raise CheckpointError(f"{folder.path / _METADATA}: lists one file twice, {shown(file)}")
+            raise CheckpointError(f"{folder.path / _METADATA}: lists one file twice, {format_value(file)}")
 
 
 def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: str) -> None:
@@ -296,7 +304,7 @@ def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: s
     layout = _get_layout(item, path, rank)
     if layout is None and isinstance(value, Sharded):
         raise CheckpointError(
-            f"{location}: holds {shown('.'.join(map(str, path)))}, which {_METADATA} does not list"
+            f"{location}: holds {format_value('.'.join(map(str, path)))}, which {_METADATA} does not list"
         )
     if layout is None or (
         isinstance(value, (Sharded, StoredTensor))
@@ -307,12 +315,12 @@ def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: s
         f"{value.dtype} {list(value.shape)}" if isinstance(value, (Sharded, StoredTensor)) else "not a tensor"
     )
     raise CheckpointError(
-        f"{location}: {shown('.'.join(map(str, path)))} is {description}, but {_METADATA} has {layout.dtype} "
-        f"{list(layout.shape)}"
+        f"{location}: {format_value('.'.join(map(str, path)))} is {description}, but {_METADATA} has "
+        f"{layout.dtype} {list(layout.shape)}"
     )
 
 
-def _get_layout(item: _Item, path: KeyPath, rank: int) -> _Layout | None:
+def _get_layout(item: _Item, path: KeyPath, rank: int) -> _TensorLayout | None:
     return next((layout for ranks, layout in item.layouts.get(path, ()) if rank in ranks), None)
 
 
@@ -325,7 +333,7 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
         if layout is None:
             continue
         part = tensors.pop(".".join(map(str, path)), None)
-        location = f"{file.path}: {shown('.'.join(map(str, path)))}"
+        location = f"{file.path}: {format_value('.'.join(map(str, path)))}"
         if part is None:
             raise CheckpointError(f"{location} is missing")
         offsets, shape = locate_part(
@@ -339,7 +347,7 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
         yield path, Sharded(Placed.__name__, layout.dtype, layout.shape, Placed(offsets, part))
     if tensors:
         raise CheckpointError(
-            f"{file.path}: holds {shown(next(iter(tensors)))}, which {_METADATA} does not list"
+            f"{file.path}: holds {format_value(next(iter(tensors)))}, which {_METADATA} does not list"
         )
 
 
@@ -359,7 +367,7 @@ def _flatten(content: Any, location: str) -> Iterator[tuple[KeyPath, Any]]:
             continue
         for key, inner in reversed(value.items()):
             if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
-                raise CheckpointError(f"{location}: the key {shown(key)} is not the name of a value")
+                raise CheckpointError(f"{location}: the key {format_value(key)} is not the name of a value")
             pending.append(((*path, key), inner))
 
 
@@ -369,34 +377,34 @@ def _add(merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, locat
     if isinstance(value, (Sharded, StoredTensor)):
         if path not in merged:
             previous = merged[path] = (
-                Parts(value, location) if isinstance(value, Sharded) else Copies(location)
+                RankParts(value, location) if isinstance(value, Sharded) else RankCopies(location)
             )
-        if not isinstance(previous, (Parts, Copies)):
+        if not isinstance(previous, (RankParts, RankCopies)):
             raise CheckpointError(f"{location} is a tensor only on some ranks")
         previous.add(value, rank)
     elif path not in merged:
         merged[path] = value
-    elif isinstance(previous, (Parts, Copies)) or plain(previous) != plain(value):
+    elif isinstance(previous, (RankParts, RankCopies)) or to_json_value(previous) != to_json_value(value):
         raise CheckpointError(f"{location} has other values on other ranks; the files are of two checkpoints")
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, (Parts, Copies))
+    return isinstance(leaf, (RankParts, RankCopies))
 
 
-def _get_view(leaf: Parts | Copies) -> StoredTensor | None:
+def _get_view(leaf: RankParts | RankCopies) -> StoredTensor | None:
     """Return the view of the storage of the first rank that holds elements of a sharded tensor."""
-    return leaf.view if isinstance(leaf, Parts) and isinstance(leaf.view, StoredTensor) else None
+    return leaf.view if isinstance(leaf, RankParts) and isinstance(leaf.view, StoredTensor) else None
 
 
 def _read_state(leaf: Any) -> Tensor | Scalar | None:
-    if isinstance(leaf, (Parts, Copies)):
-        return leaf.tensor()
+    if isinstance(leaf, (RankParts, RankCopies)):
+        return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
 
 
 def _read_value(leaf: Any) -> Any:
-    return leaf.tensor().tolist() if isinstance(leaf, (Parts, Copies)) else leaf
+    return leaf.to_tensor().tolist() if isinstance(leaf, (RankParts, RankCopies)) else leaf
 
 
 def _read_step(folder: Folder) -> dict[str, int]:

@@ -15,9 +15,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.errors import CheckpointError, OptimizerStateError, printable
+from converters.errors import CheckpointError, OptimizerStateError, to_printable
 from converters.limits import MAX_COUNT, MAX_EXPERTS
-from converters.tensors.rearranged import permuted, selected, turned
+from converters.tensors.rearranged import permute_dims, permute_split_dims, select_index
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class _Conversion:
         if match is None or expert is None or len(shape) != 3:
             return [self.rename(name)]
         if shape[0] > MAX_EXPERTS:
-            raise CheckpointError(f"{printable(name)}: {shape[0]} experts, but at most {MAX_EXPERTS}")
+            raise CheckpointError(f"{to_printable(name)}: {shape[0]} experts, but at most {MAX_EXPERTS}")
         prefix = f"model.layers.{self._get_layer(match)}.mlp.experts"
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
@@ -202,9 +202,9 @@ class _Conversion:
             return dict.fromkeys(new_names, tensor)
         (new_name, *others) = new_names
         if others or _SINGLE_EXPERT.fullmatch(new_name):
-            return {new_name: selected(tensor, 0, i) for i, new_name in enumerate(new_names)}
+            return {new_name: select_index(tensor, 0, i) for i, new_name in enumerate(new_names)}
         if len(tensor.shape) == 3:
-            return {new_name: turned(tensor, (0, 2, 1))}
+            return {new_name: permute_dims(tensor, (0, 2, 1))}
         heads = self._read_count("num_attention_heads")
         if ".k_proj." in new_name:
             heads = self._read_count("num_key_value_heads", heads)
@@ -241,8 +241,8 @@ def _convert_optimizer(
                 and conversion.is_rearranged(name, shapes.get(name, ()))
             ):
                 raise OptimizerStateError(
-                    f"{printable(name)}: its optimizer state {printable(key)} does not have the shape of the "
-                    "parameter, so it cannot be converted; leave out the optimizer"
+                    f"{to_printable(name)}: its optimizer state {to_printable(key)} does not have the shape "
+                    "of the parameter, so it cannot be converted; leave out the optimizer"
                 )
             else:
                 converted = dict.fromkeys(new_names.get(name, [conversion.rename(name)]), value)
@@ -269,5 +269,7 @@ def _permute_rows(tensor: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head: the first row of every pair, and then the second row of every pair."""
     rows, *rest = tensor.shape
     if rows % (2 * heads):
-        raise CheckpointError(f"{printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")
-    return permuted(tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest))))
+        raise CheckpointError(f"{to_printable(tensor.name)}: {rows} rows cannot be split into {heads} heads")
+    return permute_split_dims(
+        tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest)))
+    )

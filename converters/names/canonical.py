@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.errors import CheckpointError
 from converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
@@ -33,24 +33,24 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def plain_name(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """`name` without the parts inserted by wrappers (torch.compile, checkpointing, FSDP, XLA)."""
     if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def refuse_flat_parameters(names: Iterable[object], where: str) -> None:
+def refuse_flat_parameters(names: Iterable[object], location: str) -> None:
     """CheckpointError for what FSDP1 saves under LOCAL_STATE_DICT."""
     if any(str(name).rpartition(".")[2] == _FLAT for name in names):
         raise CheckpointError(
-            f"{where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
+            f"{location}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
             "parameters' shapes; load it where it was saved, and save "
             "with SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
 
 
-def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
+def strip_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
     """The same values under plain names; a prefix on every name is removed too.
 
     That is `module.` (DDP), and `model.` where a transformers model is the attribute `model` of another one
@@ -59,31 +59,35 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     Raises:
         CheckpointError: two names become equal, or one is not a string or too long.
     """
-    refuse_flat_parameters(named, where)
-    for name in named:
+    refuse_flat_parameters(values, location)
+    for name in values:
         if type(name) is not str:  # a pickle may hold any key
-            raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
+            raise CheckpointError(f"{location}: the tensor name {format_value(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
-            raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
-    names = [plain_name(name) for name in named]
+            raise CheckpointError(
+                f"{location}: a tensor name has {len(name):,} characters: {format_value(name)}"
+            )
+    names = [strip_wrappers(name) for name in values]
     if all(name.startswith(_PARALLEL) for name in names):
         names = [name.removeprefix(_PARALLEL) for name in names]
     if any(name.startswith(_HELD) for name in names) and all(name.startswith(_HOLDER) for name in names):
         names = [name.removeprefix(_HOLDER) for name in names]
     plain: dict[str, V] = {}
-    for short, value in zip(names, named.values(), strict=True):
+    for short, value in zip(names, values.values(), strict=True):
         if short in plain:
-            raise CheckpointError(f"{where}: two tensors are called {short!r} without their wrapper prefixes")
+            raise CheckpointError(
+                f"{location}: two tensors are called {short!r} without their wrapper prefixes"
+            )
         plain[short] = value
     return plain
 
 
-def known_name(name: str, names: Container[str]) -> str:
-    """The plain name of a parameter that an optimizer names, without a prefix that `plain_names` removed."""
-    plain = plain_name(name)
+def find_plain_name(name: str, names: Container[str]) -> str:
+    """Return the name of a parameter of an optimizer, without a prefix that `strip_prefixes` removes."""
+    plain = strip_wrappers(name)
     outer = plain.removeprefix(_PARALLEL)
-    found = (plain, outer, plain.removeprefix(_HOLDER), outer.removeprefix(_HOLDER))
-    return next((short for short in found if short in names), plain)
+    spellings = (plain, outer, plain.removeprefix(_HOLDER), outer.removeprefix(_HOLDER))
+    return next((short for short in spellings if short in names), plain)
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Roles:
     optimizers: set[Path] = field(default_factory=set)
 
 
-def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: str) -> Roles:
+def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, location: str) -> Roles:
     """Sort the keys of a flattened state dict into model, optimizer and the rest.
 
     Containers are recognized by content, not name: an optimizer has `state` and `param_groups`, the model is
@@ -120,11 +124,11 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
         CheckpointError: two keys become one name.
     """
     roles = Roles()
-    optimizers = _optimizer_containers(paths)
+    optimizers = _find_optimizer_containers(paths)
     remaining: dict[str, Path] = {}
     flat_state: list[tuple[str, str]] = []
     for key, path in paths.items():
-        parts = _below_optimizer(path, optimizers)
+        parts = _split_optimizer_path(path, optimizers)
         if parts is None:
             remaining[key] = path
             continue
@@ -136,21 +140,21 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
             roles.state.setdefault(str(rest[0]), {})[".".join(map(str, rest[1:]))] = key
         elif rest:
             flat_state.append((str(rest[0]), key))
-    model = model_container([path for key, path in remaining.items() if key in tensors])
-    named: dict[str, str] = {}
+    model = find_model_container([path for key, path in remaining.items() if key in tensors])
+    model_keys: dict[str, str] = {}
     for key, path in remaining.items():
         if key in tensors and (model is None or path[:-1] == model):
-            named[".".join(map(str, path)) if model is None else str(path[-1])] = key
+            model_keys[".".join(map(str, path)) if model is None else str(path[-1])] = key
         else:
             roles.other.append(key)
-    roles.model = named
+    roles.model = model_keys
     for joined, key in flat_state:
-        name, state = split_state_key(joined, named)
+        name, state = split_state_key(joined, model_keys)
         roles.state.setdefault(name, {})[state] = key
     return roles
 
 
-def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]:
+def split_flat_keys(keys: Iterable[str], *, location: str) -> dict[str, Path]:
     """Paths for keys saved without their nesting: split at the optimizers' tables, then at a common `model.`.
 
     Raises:
@@ -163,7 +167,7 @@ def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
     if len(containers) > MAX_OPTIMIZERS:
-        raise CheckpointError(f"{where}: damaged, its keys name {len(containers):,} optimizers")
+        raise CheckpointError(f"{location}: damaged, its keys name {len(containers):,} optimizers")
     paths: dict[str, Path] = {}
     rest: list[str] = []
     for key in keys:
@@ -187,8 +191,8 @@ def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]
     return paths
 
 
-def _optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
-    found: set[Path] = set()
+def _find_optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
+    containers: set[Path] = set()
     for path in paths.values():
         for i, part in enumerate(path):
             if not isinstance(part, str):
@@ -203,11 +207,11 @@ def _optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
                     and str(path[-1]).rpartition(".")[2] in _MOMENTS
                 )
             ):
-                found.add(path[:i])
-    return found
+                containers.add(path[:i])
+    return containers
 
 
-def _below_optimizer(path: Path, containers: set[Path]) -> tuple[Path, str, Path] | None:
+def _split_optimizer_path(path: Path, containers: set[Path]) -> tuple[Path, str, Path] | None:
     """(the container, `state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
     for i in range(len(path)):
         part = path[i]
@@ -220,20 +224,20 @@ def _below_optimizer(path: Path, containers: set[Path]) -> tuple[Path, str, Path
     return None
 
 
-def model_container(paths: Sequence[Path]) -> Path | None:
+def find_model_container(paths: Sequence[Path]) -> Path | None:
     """The container that holds the model; None if several might, and names then keep their containers."""
     counts: dict[Path, int] = {}
     for path in paths:
         counts[path[:-1]] = counts.get(path[:-1], 0) + 1
     if len(counts) <= 1:
         return next(iter(counts), ())
-    named = [path for path in counts if path and path[-1] in _MODEL_KEYS]
-    shallowest = min(map(len, named), default=0)
-    named = [path for path in named if len(path) == shallowest]
-    if len(named) == 1:
-        return named[0]
+    candidates = [path for path in counts if path and path[-1] in _MODEL_KEYS]
+    shallowest = min(map(len, candidates), default=0)
+    candidates = [path for path in candidates if len(path) == shallowest]
+    if len(candidates) == 1:
+        return candidates[0]
     # A parameter name has a dot; a lone tensor beside containers (an RNG state, a counter) has none.
-    if not named and any(len(path) == 1 and "." in str(path[0]) for path in paths):
+    if not candidates and any(len(path) == 1 and "." in str(path[0]) for path in paths):
         return ()
     return None
 
@@ -241,7 +245,9 @@ def model_container(paths: Sequence[Path]) -> Path | None:
 def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
     """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
     if len(joined) > MAX_TENSOR_NAME:
-        raise CheckpointError(f"an optimizer state name has {len(joined):,} characters: {shown(joined)}")
+        raise CheckpointError(
+            f"an optimizer state name has {len(joined):,} characters: {format_value(joined)}"
+        )
     cut = joined.rfind(".")
     while cut > 0:
         if joined[:cut] in names:

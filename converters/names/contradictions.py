@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.names.expected import SIZE_KEYS, find_expected_tensors, is_tied
 from converters.names.name_rules import get_architecture
-from converters.names.tied_weights import HEADS, ends_with, find_split_ties
+from converters.names.tied_weights import HEADS, find_split_ties, has_ending
 from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     """
     expected = find_class(config)
     # Some classes have output embeddings that transformers never ties, regardless of the config.
-    if expected is None or not any(ends_with(name, HEADS) for name in expected.untied):
+    if expected is None or not any(has_ending(name, HEADS) for name in expected.untied):
         return None
     if config.get("tie_word_embeddings") is False or not is_tied(config, default=expected.tied):
         return None

@@ -45,11 +45,11 @@ def remove_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: remove_earlier_keys(value) if _has_model_type(value) else value
         for key, value in config.items()
-        if key not in repeated or not _equal(value, repeated[key])
+        if key not in repeated or not _is_equal(value, repeated[key])
     }
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _is_equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 

@@ -124,7 +124,7 @@ def is_tied(config: Mapping[str, Any], *, default: bool) -> bool:
     return any(values) if values else default
 
 
-def mask_number(name: str) -> str:
+def replace_layer_number(name: str) -> str:
     """Replace the number of the layer in a name by an asterisk."""
     match = _LAYER.fullmatch(name)
     return f"{match['stack']}.*.{match['rest']}" if match else name
@@ -198,14 +198,16 @@ def find_expected_tensors(model_type: str, architecture: str) -> ExpectedTensors
         return None
     body, strings = table["bodies"][index], table["strings"]
 
-    def names(numbers: Iterable[int]) -> frozenset[str]:
+    def format_names(numbers: Iterable[int]) -> frozenset[str]:
         return frozenset(strings[number] for number in numbers)
 
     stacks = {
         strings[int(number)]: LayerStack(
-            layers["depth"], names(layers["always"]), tuple(map(names, layers["groups"]))
+            layers["depth"], format_names(layers["always"]), tuple(map(format_names, layers["groups"]))
         )
         for number, layers in body["stacks"].items()
     }
     shapes = {strings[int(number)]: tuple(text.split(" ")) for number, text in body["shapes"].items()}
-    return ExpectedTensors(names(body["required"]), names(body["untied"]), stacks, shapes, body["tied"])
+    return ExpectedTensors(
+        format_names(body["required"]), format_names(body["untied"]), stacks, shapes, body["tied"]
+    )

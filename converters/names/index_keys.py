@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 _BUFFERS = ("running_mean", "running_var")
 
 
-def candidates_of(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Shape]]:
+def list_candidates(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Shape]]:
     """(name, shape) of the possible parameters, in the model's order."""
     return [
         (name, tensors[name].shape)
@@ -33,21 +33,21 @@ def candidates_of(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[t
     ]
 
 
-def check_listed(groups: Sequence[Sequence[K]], state: Collection[K], where: str) -> list[K]:
+def check_listed(groups: Sequence[Sequence[K]], state: Collection[K], location: str) -> list[K]:
     """The keys of all groups; CheckpointError if one comes twice, or state belongs to a key in no group."""
     keys = [key for group in groups for key in group]
     if len(set(keys)) != len(keys):
-        raise CheckpointError(f"{where}: damaged, the parameters of its groups are not distinct")
+        raise CheckpointError(f"{location}: damaged, the parameters of its groups are not distinct")
     if not set(state) <= set(keys):
-        raise CheckpointError(f"{where}: damaged, it holds state for a parameter in no group")
+        raise CheckpointError(f"{location}: damaged, it holds state for a parameter in no group")
     return keys
 
 
-def names_of_indices(
+def map_indices_to_names(
     groups: Sequence[Sequence[K]],
     shapes: Mapping[K, Shape | None],
     candidates: Sequence[tuple[str, Shape]],
-    where: str,
+    location: str,
 ) -> dict[K, str]:
     """Key -> parameter, for an optimizer that counts parameters group by group in the model's order.
 
@@ -59,13 +59,15 @@ def names_of_indices(
     Raises:
         OptimizerStateError: the shapes fit the parameters in no way, or in several.
     """
-    found = fit_in_order(candidates, [[shapes.get(key) for key in group] for group in groups])
-    if isinstance(found, int):
+    positions = fit_in_order(candidates, [[shapes.get(key) for key in group] for group in groups])
+    if isinstance(positions, int):
         why = (
-            "fits the model's parameters in several ways" if found else "does not fit the model's parameters"
+            "fits the model's parameters in several ways"
+            if positions
+            else "does not fit the model's parameters"
         )
-        raise OptimizerStateError(f"{where}: its state is keyed by index and {why}")
-    return {groups[group][at]: name for name, (group, at) in found.items()}
+        raise OptimizerStateError(f"{location}: its state is keyed by index and {why}")
+    return {groups[group][index]: name for name, (group, index) in positions.items()}
 
 
 def fit_in_order(
@@ -91,12 +93,12 @@ def fit_in_order(
     steps: list[dict[Shape, int]] = [{(0,) * len(wanted): 1}]
     for seen, (_, shape) in enumerate(candidates):
         reached: dict[Shape, int] = {}
-        for at, ways in steps[-1].items():
-            if seen - sum(at) < frozen:
-                reached[at] = reached.get(at, 0) + ways
+        for state, ways in steps[-1].items():
+            if seen - sum(state) < frozen:
+                reached[state] = reached.get(state, 0) + ways
             for group, shapes in enumerate(wanted):
-                if at[group] < len(shapes) and shapes[at[group]] in (None, shape):
-                    after = (*at[:group], at[group] + 1, *at[group + 1 :])
+                if state[group] < len(shapes) and shapes[state[group]] in (None, shape):
+                    after = (*state[:group], state[group] + 1, *state[group + 1 :])
                     reached[after] = reached.get(after, 0) + ways
                     work += len(wanted)
             work += len(wanted)
@@ -105,20 +107,20 @@ def fit_in_order(
         if len(reached) > MAX_STATES:
             return 2
         steps.append(reached)
-    at = tuple(map(len, wanted))
-    ways = steps[-1].get(at, 0)
+    state = tuple(map(len, wanted))
+    ways = steps[-1].get(state, 0)
     if ways != 1:
         return min(ways, 2)
     places: dict[str, tuple[int, int]] = {}
     for seen in range(len(candidates) - 1, -1, -1):
         name, shape = candidates[seen]
         before = steps[seen]
-        if at in before and seen - sum(at) < frozen:
+        if state in before and seen - sum(state) < frozen:
             continue
         for group, shapes in enumerate(wanted):
-            last = (*at[:group], at[group] - 1, *at[group + 1 :])
-            if at[group] and last in before and shapes[at[group] - 1] in (None, shape):
-                places[name] = (group, at[group] - 1)
-                at = last
+            last = (*state[:group], state[group] - 1, *state[group + 1 :])
+            if state[group] and last in before and shapes[state[group] - 1] in (None, shape):
+                places[name] = (group, state[group] - 1)
+                state = last
                 break
     return places

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
-from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with
+from converters.names.tied_weights import EMBEDDINGS, HEADS, has_ending
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ def override_settings(settings: dict[str, Any], overrides: Mapping[str, Any]) ->
                 del part[key]
 
 
-def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, int]:
+def read_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int]:
     """The sizes of a Llama-shaped model: layers (L), width (E), heads (H), those of keys (K), the width of a
     head (D) and of the MLP (M), and the vocabulary (V).
 
@@ -42,30 +42,30 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, int]:
         CheckpointError: one is missing or impossible.
     """
 
-    def size(name: str, default: int | None = None) -> int:
+    def read_size(name: str, default: int | None = None) -> int:
         value = config.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:
-            raise CheckpointError(f"{where}: its config.json has no {name}")
+            raise CheckpointError(f"{location}: its config.json has no {name}")
         return value
 
-    layers, heads, hidden = map(size, ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    layers, heads, hidden = map(read_size, ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     return {
         "L": layers,
         "E": hidden,
         "H": heads,
-        "K": size("num_key_value_heads", heads),
-        "D": size("head_dim", hidden // heads),
-        "M": size("intermediate_size"),
-        "V": size("vocab_size"),
+        "K": read_size("num_key_value_heads", heads),
+        "D": read_size("head_dim", hidden // heads),
+        "M": read_size("intermediate_size"),
+        "V": read_size("vocab_size"),
     }
 
 
-def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str) -> None:
+def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], config_path: str) -> None:
     """Compare a config with the tensors, where both say the same thing in one way only.
 
     Args:
-        named: what the config was given as, for the message.
+        config_path: what the config was given as, for the message.
 
     Raises:
         CheckpointError: another number of words, width or number of layers; the setting is named.
@@ -76,18 +76,18 @@ def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: 
     embeddings = [
         (name, tensor.shape)
         for name, tensor in tensors.items()
-        if len(tensor.shape) == 2 and ends_with(name, EMBEDDINGS)
+        if len(tensor.shape) == 2 and has_ending(name, EMBEDDINGS)
     ]
     heads = [
-        shape[0] for name, tensor in tensors.items() if ends_with(name, HEADS) and (shape := tensor.shape)
+        shape[0] for name, tensor in tensors.items() if has_ending(name, HEADS) and (shape := tensor.shape)
     ]
-    found: list[tuple[str, set[int], set[int], str]] = []
+    mismatches: list[tuple[str, set[int], set[int], str]] = []
     if len(embeddings) == 1:
         name, (rows, columns) = embeddings[0]
         width = next((key for key in _WIDTHS if key in sizes), "")
         # Embeddings may have a width of their own, and rows that the head lacks.
         widths = {sizes[key] for key in sizes if key == width or "emb" in key}
-        found = [
+        mismatches = [
             ("vocab_size", {sizes.get("vocab_size", rows)}, {rows, *heads}, f"{name!r} has {rows:,} rows"),
             (width, widths if width else {columns}, {columns}, f"{name!r} has {columns:,} columns"),
         ]
@@ -101,7 +101,9 @@ def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: 
         (count,) = stacks.values()
         extra = sizes.get("num_nextn_predict_layers", 0)  # stored behind the others
         allowed = {*depths.values(), *(depth + extra for depth in depths.values())}
-        found.append((next(iter(depths)), allowed, {count}, f"the tensors have {count:,} layers"))
-    for key, allowed, actual, told in found:
+        mismatches.append((next(iter(depths)), allowed, {count}, f"the tensors have {count:,} layers"))
+    for key, allowed, actual, description in mismatches:
         if not allowed & actual:
-            raise CheckpointError(f"{named}: {key} is {sizes[key]:,}, and {told}; give the model's own")
+            raise CheckpointError(
+                f"{config_path}: {key} is {sizes[key]:,}, and {description}; give the model's own"
+            )

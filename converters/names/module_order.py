@@ -52,7 +52,7 @@ _ORDERS = {
 MODEL_TYPES = tuple(_ORDERS)
 
 
-def module_order(names: Iterable[str], config: Place | None) -> list[str] | None:
+def sort_by_module(names: Iterable[str], config: Place | None) -> list[str] | None:
     """`names` in the order of the model's modules, or None where that is unknown.
 
     Args:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class Direction:
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """A rule of transformers in both directions.
 
     Attributes:
@@ -88,7 +88,7 @@ class NameRules:
             `[experts, inputs, outputs]`, and `save_pretrained` writes `[experts, outputs, inputs]`.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     base: str
     config: Mapping[str, Any]
     recorded: bool = False
@@ -100,14 +100,14 @@ class NameRules:
         return any(map(_checks_shape, self.rules))
 
 
-def _checks_shape(rule: Rule) -> bool:
+def _checks_shape(rule: NameRule) -> bool:
     """Return whether a rule transposes a tensor only if its shape differs from the expected shape."""
     return any(name == "transpose" and arguments[-1] for name, *arguments in rule.read.operations)
 
 
-def parse_rule(value: Mapping[str, Any]) -> Rule:
+def parse_rule(value: Mapping[str, Any]) -> NameRule:
     """Parse a rule from its JSON form."""
-    return Rule(
+    return NameRule(
         value["kind"],
         _parse_direction(value["read"]),
         _parse_direction(value["write"]),
@@ -116,7 +116,7 @@ def parse_rule(value: Mapping[str, Any]) -> Rule:
     )
 
 
-def serialize_rule(rule: Rule) -> dict[str, Any]:
+def serialize_rule(rule: NameRule) -> dict[str, Any]:
     """Return the JSON form of a rule."""
     value: dict[str, Any] = {
         "kind": rule.kind,
@@ -179,11 +179,11 @@ class _RuleTable:
         self.bases = {name: about["base"] for about in self.types.values() for name in about["classes"]}
         self._unscoped = frozenset(self.rules)
 
-    def get_rules(self, key: str) -> list[Rule]:
+    def get_rules(self, key: str) -> list[NameRule]:
         """Return the rules of a model type or class."""
         return [self.rules[i] for i in self.by_key.get(key, ())]
 
-    def contains_rule(self, rule: Rule) -> bool:
+    def contains_rule(self, rule: NameRule) -> bool:
         """Return whether the table contains a rule, regardless of its scope."""
         return replace(rule, scope=None, base="") in self._unscoped
 
@@ -226,7 +226,7 @@ def get_default_rules(config: Mapping[str, Any], architecture: str | None = None
         parts = [["", model_type, [], model_type]] if model_type in table.by_key else []
         about = {"base": base, "parts": parts}
     base = about["base"]
-    rules: list[Rule] = []
+    rules: list[NameRule] = []
     for path, key, config_keys, submodel_type in about["parts"]:
         submodel = _Submodel(path, key, tuple(config_keys), submodel_type)
         scope = path.removeprefix(base).removeprefix(".")
@@ -242,7 +242,7 @@ def iterate_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
     classes of its text model.
     """
     table = _load_table()
-    seen: set[tuple[Rule, ...]] = set()
+    seen: set[tuple[NameRule, ...]] = set()
     text_config = config.get("text_config")
     for candidate in (config, text_config if isinstance(text_config, dict) else {}):
         model_type = candidate.get("model_type")
@@ -255,7 +255,7 @@ def iterate_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
                 yield rules
 
 
-def get_legacy_rules() -> tuple[Rule, ...]:
+def get_legacy_rules() -> tuple[NameRule, ...]:
     """Return the rules for names in old files, which apply to all model types."""
     return tuple(_load_table().get_rules("legacy"))
 
@@ -310,7 +310,7 @@ def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRule
         ) from None
     # Accept only the rules of the table, because matching an arbitrary regular expression may never finish.
     if not all(accepted):
-        pattern = printable(rules[accepted.index(False)].read.find)[:60]
+        pattern = to_printable(rules[accepted.index(False)].read.find)[:60]
         raise CheckpointError(
             f"{source}: contains the rule {pattern!r}, which this version does not support; remove the file "
             "to write the default names of the model type"
@@ -338,7 +338,7 @@ class Renaming:
         write: Whether to convert from memory to files. Otherwise, names are converted from files to memory.
     """
 
-    def __init__(self, rules: Iterable[Rule], *, write: bool) -> None:
+    def __init__(self, rules: Iterable[NameRule], *, write: bool) -> None:
         self.rules = list(rules)
         self.write = write
         self.used: set[int] = set()
@@ -482,7 +482,7 @@ def select_used_rules(
     return replace(candidates, rules=tuple(used), recorded=True, file_shapes=file_shapes)
 
 
-def reverse_rules(rules: NameRules) -> Sequence[Rule]:
+def reverse_rules(rules: NameRules) -> Sequence[NameRule]:
     """Return the rules for writing, in the order in which to apply them.
 
     Default `prefix` rules are omitted, because only some published files need them.
@@ -514,7 +514,7 @@ Published files and servers have this name. transformers 5 removes it while it r
 """
 
 
-def _is_written(rule: Rule, config: Mapping[str, Any]) -> bool:
+def _is_written(rule: NameRule, config: Mapping[str, Any]) -> bool:
     """Return whether a default rule also applies if no base checkpoint shows which rules its files need."""
     in_tower = rule.scope is not None and rule.scope.endswith("_tower")
     return rule.kind != PREFIX or (in_tower and config.get("model_type") in _TYPES_WITH_PREFIXED_TOWERS)

@@ -10,21 +10,21 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, prefix_errors
 from converters.limits import MAX_EXPERTS
 from converters.names.name_rules import Direction, Renaming, add_legacy_rules, reverse_rules, sort_naturally
 from converters.tensors.arranged import (
     Arrangement,
-    concatenate,
+    arrange_source,
+    concat_arrangements,
     create_zeros,
-    interleave,
+    interleave_groups,
     select,
-    slice_dim,
+    select_slice,
     split,
     split_into_chunks,
     stack,
-    transpose,
-    wrap_source,
+    swap_dims,
 )
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class _TensorGroup:
     def add(self, name: str, converter: tuple[int, str] | None, shape: Shape) -> None:
         """Add a tensor under the source pattern that its name matches."""
         pattern = "" if converter is None else converter[1]
-        self.arrays.setdefault(pattern, []).append(wrap_source(name, shape))
+        self.arrays.setdefault(pattern, []).append(arrange_source(name, shape))
 
     def get_single(self) -> Arrangement:
         """Return the only tensor of the group.
@@ -267,7 +267,7 @@ class _TensorGroup:
             CheckpointError: If the tensors cannot be rearranged.
         """
         arrays = dict(self.arrays)
-        with blame(context.name):
+        with prefix_errors(context.name):
             for operation in context.direction.operations:
                 function = _OPERATIONS.get(operation[0])
                 if function is None:
@@ -297,7 +297,7 @@ def _stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> 
     return {pattern: [stack(values, dim)] for pattern, values in arrays.items()}
 
 
-def _unstack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
     experts: Arrays = {}
     for pattern, (values, *_) in arrays.items():
@@ -312,15 +312,15 @@ def _unstack(arrays: Arrays, operation: Operation, context: _OperationContext) -
     return experts
 
 
-def _concatenate(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim = operation[1]
     parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
     # Use the order of the arrays if earlier operations have replaced the patterns by other names.
     parts = parts or [values for matches in arrays.values() for values in matches]
-    return {context.direction.targets[0]: [concatenate(parts, dim)]}
+    return {context.direction.targets[0]: [concat_arrangements(parts, dim)]}
 
 
-def _chunk(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, attribute = operation[1:]
     values = _get_single(arrays)
     targets = list(context.direction.targets)
@@ -352,7 +352,7 @@ def _split(arrays: Arrays, operation: Operation, context: _OperationContext) -> 
     return {name: [part] for name, part in zip(targets, parts, strict=True)}
 
 
-def _transpose(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     first, second, check = operation[1:]
     values = _get_single(arrays)
     pattern = next(iter(arrays)) if len(context.direction.targets) > 1 else context.direction.targets[0]
@@ -368,14 +368,14 @@ def _transpose(arrays: Arrays, operation: Operation, context: _OperationContext)
             values.shape[second],
         ):
             return {pattern: [values]}
-    return {pattern: [transpose(values, first, second)]}
+    return {pattern: [swap_dims(values, first, second)]}
 
 
-def _interleave(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, inverse = operation[1:]
     values = _get_single(arrays)
     groups = 2 if inverse else values.shape[dim] // 2
-    return {context.direction.targets[0]: [interleave(values, dim, groups)]}
+    return {context.direction.targets[0]: [interleave_groups(values, dim, groups)]}
 
 
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
@@ -391,8 +391,12 @@ def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationConte
                 raise CheckpointError(f"cannot divide {rows} rows into pairs for {heads} attention heads")
             size = rows // heads
             groups = 2 if inverse else size // 2
-            values = concatenate(
-                [interleave(slice_dim(values, 0, head * size, size), 0, groups) for head in range(heads)], 0
+            values = concat_arrangements(
+                [
+                    interleave_groups(select_slice(values, 0, head * size, size), 0, groups)
+                    for head in range(heads)
+                ],
+                0,
             )
         permuted[context.direction.targets[0] if is_single else pattern] = [values]
     return permuted
@@ -408,7 +412,7 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
         size = -(-len(experts) // len(targets))
         for i, target in enumerate(targets):
             stacks[target].append(stack(experts[i * size : (i + 1) * size], stack_dim))
-    return {target: [concatenate(parts, cat_dim)] for target, parts in stacks.items()}
+    return {target: [concat_arrangements(parts, cat_dim)] for target, parts in stacks.items()}
 
 
 def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
@@ -436,16 +440,16 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
 
         def gather_rows(order: tuple[int, int]) -> Arrangement:
             layers = [select(values, 0, i) for i in range(values.shape[0])]
-            return concatenate([slice_dim(layer, 0, n, 1) for layer in layers for n in order], 0)
+            return concat_arrangements([select_slice(layer, 0, n, 1) for layer in layers for n in order], 0)
 
         return {first: [gather_rows((0, 3))], second: [gather_rows((1, 2))]}
     queries, others = (arrays[pattern][0] for pattern in context.direction.sources)
     layers = [
-        concatenate(
+        concat_arrangements(
             [
-                slice_dim(queries, 0, 2 * i, 1),
-                slice_dim(others, 0, 2 * i, 2),
-                slice_dim(queries, 0, 2 * i + 1, 1),
+                select_slice(queries, 0, 2 * i, 1),
+                select_slice(others, 0, 2 * i, 2),
+                select_slice(queries, 0, 2 * i + 1, 1),
             ],
             0,
         )
@@ -454,7 +458,7 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
     return {context.direction.targets[0]: [stack(layers, 0)]}
 
 
-def _unpad(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Remove the padding rows of the output head, or restore them as zeros."""
     (inverse,) = operation[1:]
     values = _get_single(arrays)
@@ -463,9 +467,9 @@ def _unpad(arrays: Arrays, operation: Operation, context: _OperationContext) -> 
     if type(rows) is not int or rows < 0:
         raise CheckpointError(f"config.json has no valid {key}; add {key} to config.json")
     if inverse and rows > values.shape[0]:
-        values = concatenate([values, create_zeros((rows - values.shape[0], *values.shape[1:]))], 0)
+        values = concat_arrangements([values, create_zeros((rows - values.shape[0], *values.shape[1:]))], 0)
     elif not inverse:
-        values = slice_dim(values, 0, 0, min(rows, values.shape[0]))
+        values = select_slice(values, 0, 0, min(rows, values.shape[0]))
     return {context.direction.targets[0]: [values]}
 
 
@@ -476,16 +480,16 @@ def _pass_float_experts(arrays: Arrays, operation: Operation, context: _Operatio
 
 _OPERATIONS: dict[str, Callable[[Arrays, Operation, _OperationContext], Arrays]] = {
     "stack": _stack,
-    "unstack": _unstack,
-    "cat": _concatenate,
-    "chunk": _chunk,
+    "unstack": _split_stack,
+    "cat": _concat_parts,
+    "chunk": _split_chunks,
     "split": _split,
-    "transpose": _transpose,
-    "interleave": _interleave,
+    "transpose": _transpose_weights,
+    "interleave": _interleave_rows,
     "rope": _permute_rope,
     "fuse_experts": _fuse_experts,
     "part_experts": _unfuse_experts,
     "merge_queries": _merge_queries,
-    "unpad": _unpad,
+    "unpad": _remove_padding,
     "plain_experts": _pass_float_experts,
 }

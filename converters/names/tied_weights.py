@@ -69,40 +69,40 @@ def find_implied_ties(
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     names = list(names)
-    embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
+    embeddings = [name for name in names if has_ending(name, EMBEDDINGS)]
     if not isinstance(architecture, str) or len(embeddings) != 1:
         return {}
     owner = embeddings[0]
-    ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
-    has_head = any(ends_with(name, HEADS) for name in [*names, *aliases])
+    ties = dict.fromkeys(_OF_BOTH if has_ending(owner, ("shared.weight",)) else (), owner)
+    has_head = any(has_ending(name, HEADS) for name in [*names, *aliases])
     if not has_head and _WITH_HEAD.fullmatch(architecture) and config.get("tie_word_embeddings") is not False:
-        ties[OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
+        ties[OTHER_HEAD if has_ending(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
     return ties
 
 
 def resolve_ties(
-    stored: Mapping[str, Tensor], known: Mapping[str, str], config: Place | None
+    stored: Mapping[str, Tensor], expected: Mapping[str, str], config: Place | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Split the stored tensors into owners and aliases.
 
     Args:
         stored: every stored tensor by plain name.
-        known: aliases that the format records (alias -> owner); trusted.
+        expected: aliases that the format records (alias -> owner); trusted.
         config: a `config.json`; with `tie_word_embeddings: false`, both names are kept.
 
     Returns:
         The tensors without aliases, and alias -> owner.
     """
-    untied = _tied(config) is False
-    aliases = {alias: owner for alias, owner in known.items() if owner in stored and alias != owner}
+    untied = _read_tie_setting(config) is False
+    aliases = {alias: owner for alias, owner in expected.items() if owner in stored and alias != owner}
     if untied:
-        for alias, _ in _candidates(stored):
+        for alias, _ in _list_tie_candidates(stored):
             aliases.pop(alias, None)
     else:
-        for alias, owner in _candidates(stored):
+        for alias, owner in _list_tie_candidates(stored):
             if alias not in aliases and aliases.get(owner, owner) != alias:
                 owner = aliases.get(owner, owner)
-                if same_values(stored[alias], stored[owner]):
+                if has_same_values(stored[alias], stored[owner]):
                     aliases[alias] = owner
     return {name: tensor for name, tensor in stored.items() if name not in aliases}, aliases
 
@@ -121,33 +121,33 @@ def find_split_ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """
     return [
         (alias, owner)
-        for alias, owner in _candidates(tensors)
-        if ends_with(alias, HEADS)
-        and ends_with(owner, EMBEDDINGS)
-        and not ends_with(owner, ("shared.weight",))
+        for alias, owner in _list_tie_candidates(tensors)
+        if has_ending(alias, HEADS)
+        and has_ending(owner, EMBEDDINGS)
+        and not has_ending(owner, ("shared.weight",))
     ]
 
 
 def pick_owner(same: Mapping[str, Tensor]) -> str:
     """The owner among the names of one parameter: the first that transformers does not tie to another."""
-    aliases = {alias for alias, _ in _candidates(same)}
+    aliases = {alias for alias, _ in _list_tie_candidates(same)}
     return next((name for name in same if name not in aliases), next(iter(same)))
 
 
-def same_values(left: Tensor, right: Tensor) -> bool:
+def has_same_values(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    blocks = zip(left.verified_blocks(_BLOCK), right.verified_blocks(_BLOCK), strict=True)
+    blocks = zip(left.iter_verified_blocks(_BLOCK), right.iter_verified_blocks(_BLOCK), strict=True)
     return all(a.tobytes() == b.tobytes() for a, b in blocks)
 
 
-def ends_with(name: str, endings: Sequence[str]) -> bool:
+def has_ending(name: str, endings: Sequence[str]) -> bool:
     """Whether a dotted name is, or ends in, one of `endings`."""
     return any(name == end or name.endswith(f".{end}") for end in endings)
 
 
-def _tied(config: Place | None) -> bool | None:
+def _read_tie_setting(config: Place | None) -> bool | None:
     values = read_small_table(config)
     for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):
@@ -155,10 +155,10 @@ def _tied(config: Place | None) -> bool | None:
     return None
 
 
-def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """(alias, owner) pairs that transformers may tie, by name and shape. The caller compares their values."""
     some = [name for name in stored if name.endswith(_ENDS)]
-    by_end = {end: [name for name in some if ends_with(name, (end,))] for end in _ENDS}
+    by_end = {end: [name for name in some if has_ending(name, (end,))] for end in _ENDS}
     by_shape: dict[str, dict[str, list[str]]] = {}
     for owner in {owner for _, owners in _PAIRS for owner in owners}:
         shapes = by_shape[owner] = {}

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 from converters.limits import MAX_JSON_TENSOR
 from converters.names.code_names import is_code
 from converters.options import DTYPES, is_unset
@@ -42,11 +42,11 @@ _DEFAULTS = Path(__file__).parent / "default_settings.json"
 _HARMLESS = frozenset({"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"})
 
 
-def _words(text: str) -> frozenset[str]:
+def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-class _Weights:
+class _QuantizedWeights:
     """The tensors of a checkpoint while weights are made of them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: str) -> None:
@@ -54,36 +54,38 @@ class _Weights:
         self.made: dict[str, Tensor] = {}
         self.dtype = dtype
 
-    def ending(self, *ends: str) -> Iterator[tuple[str, str]]:
+    def find_by_suffix(self, *ends: str) -> Iterator[tuple[str, str]]:
         """The tensors whose names end so, and what stands before."""
         for name in list(self.left):
             for end in ends:
                 if name.endswith(end) and name in self.left:
                     yield name, name.removesuffix(end)
 
-    def take(self, name: str) -> Tensor | None:
+    def pop_tensor(self, name: str) -> Tensor | None:
         return self.left.pop(name, None)
 
-    def need(self, name: str, of: str) -> Tensor:
-        found = self.left.pop(name, None)
-        if found is None:
-            raise CheckpointError(f"{printable(of)}: quantized, and {printable(name)} is not there")
-        return found
+    def require_tensor(self, name: str, of: str) -> Tensor:
+        tensor = self.left.pop(name, None)
+        if tensor is None:
+            raise CheckpointError(f"{to_printable(of)}: quantized, and {to_printable(name)} is not there")
+        return tensor
 
-    def bytes_with_scales(self, *ends: str, block: tuple[int, int] | None = None) -> None:
+    def dequantize_scaled_bytes(self, *ends: str, block: tuple[int, int] | None = None) -> None:
         """Make the weights of 8-bit codes that have a scale of one of these names."""
         for name, tensor in list(self.left.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
                 continue
-            scale = next((found for end in ends if (found := self.take(name + end)) is not None), None)
+            scale = next(
+                (candidate for end in ends if (candidate := self.pop_tensor(name + end)) is not None), None
+            )
             if scale is None:
                 continue
-            zero = self.take(f"{name}_zero_point")
+            zero = self.pop_tensor(f"{name}_zero_point")
             weight = self.left.pop(name)
-            self.made[name] = made.scaled_bytes(name, self.dtype, weight, scale, block=block, zero=zero)
+            self.made[name] = made.dequantize_bytes(name, self.dtype, weight, scale, block=block, zero=zero)
 
 
-def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
+def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     """`checkpoint` with its quantized weights as floats, which are computed when they are read.
 
     Args:
@@ -93,30 +95,36 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
         CheckpointError: it is not quantized; by a method that is not known here; or scales are missing or do
             not fit their weights.
     """
-    settings = quantization_of(checkpoint)
+    settings = read_quantization_config(checkpoint)
     if settings is None:
         raise CheckpointError(f"{checkpoint.root}: its config.json has no {KEY}, so nothing is to dequantize")
-    method = _method(settings)
+    method = _get_method(settings)
     if method not in METHODS:
         raise CheckpointError(
-            f"{checkpoint.root}: {KEY}: quant_method {printable(repr(method))} is not one of "
+            f"{checkpoint.root}: {KEY}: quant_method {to_printable(repr(method))} is not one of "
             f"{', '.join(METHODS)}; dequantize it with the program that wrote it"
         )
-    read, known = METHODS[method]
-    where = f"{checkpoint.root}: {KEY} of {method}"
+    read, supported_keys = METHODS[method]
+    location = f"{checkpoint.root}: {KEY} of {method}"
     defaults = _read_defaults()[method]
     used = {key for key, value in settings.items() if not is_unset(value) and value != defaults.get(key)}
-    if unknown := sorted(used - known - _HARMLESS):
-        raise CheckpointError(f"{where}: {printable(unknown[0])} is not known, and may change the weights")
-    weights = _Weights(checkpoint.tensors, str(DTYPES[dtype]))
-    read(weights, settings, where)
-    kept = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
-    for name, tensor in kept.items():
+    if unknown := sorted(used - supported_keys - _HARMLESS):
+        raise CheckpointError(
+            f"{location}: {to_printable(unknown[0])} is not known, and may change the weights"
+        )
+    weights = _QuantizedWeights(checkpoint.tensors, str(DTYPES[dtype]))
+    read(weights, settings, location)
+    unquantized = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
+    for name, tensor in unquantized.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
         if (codes and is_code(name, tensor, checkpoint.tensors)) or _OF_WEIGHTS.fullmatch(name):
-            raise CheckpointError(f"{where}: {printable(name)} belongs to no weight that is known")
+            raise CheckpointError(f"{location}: {to_printable(name)} belongs to no weight that is known")
     order = [*checkpoint.tensors, *weights.made]
-    tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}
+    tensors = {
+        name: (weights.made | unquantized)[name]
+        for name in order
+        if name in weights.made or name in unquantized
+    }
     files = {name: path for name, path in checkpoint.companions.items() if name not in _FILES}
     return checkpoint.with_tensors(tensors, {KEY: None, "compression_config": None}, files)
 
@@ -128,11 +136,11 @@ def _read_defaults() -> dict[str, dict[str, Any]]:
     return table
 
 
-def quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """What config.json, or ModelOpt's own file, says of quantized weights; None for nothing."""
     if KEY in checkpoint.config:
         return None
-    settings = described(read_small_table(checkpoint.companions.get("config.json")))
+    settings = get_quantization_config(read_small_table(checkpoint.companions.get("config.json")))
     if settings is None and "hf_quant_config.json" in checkpoint.companions:
         of_modelopt = read_small_table(checkpoint.companions["hf_quant_config.json"]).get("quantization")
         if isinstance(of_modelopt, dict):
@@ -140,46 +148,46 @@ def quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     return settings
 
 
-def described(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def get_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization that a config.json describes."""
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for key in (KEY, "compression_config"):
             if isinstance(part.get(key), dict) and part[key]:
-                found: Mapping[str, Any] = part[key]
-                return found
+                settings: Mapping[str, Any] = part[key]
+                return settings
     return None
 
 
-def dequantizes(settings: Mapping[str, Any]) -> bool:
+def can_dequantize(settings: Mapping[str, Any]) -> bool:
     """Whether weights of this `quantization_config` can be opened as floats."""
-    return _method(settings) in METHODS
+    return _get_method(settings) in METHODS
 
 
-def _method(settings: Mapping[str, Any]) -> str:
+def _get_method(settings: Mapping[str, Any]) -> str:
     """The `quant_method`, a name or transformers' enumeration; bitsandbytes need not say it."""
     of_bits = settings.get("load_in_8bit") or settings.get("load_in_4bit")
     method = settings.get("quant_method") or ("bitsandbytes" if of_bits else "")
     return str(getattr(method, "value", method))
 
 
-def block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    given = settings.get("weight_block_size")
-    if given is None:
+def read_block_size(settings: Mapping[str, Any], location: str) -> tuple[int, int] | None:
+    block = settings.get("weight_block_size")
+    if block is None:
         return None
     if (
-        isinstance(given, list)
-        and len(given) == 2
-        and all(isinstance(n, int) and 0 < n < 1 << 30 for n in given)
+        isinstance(block, list)
+        and len(block) == 2
+        and all(isinstance(n, int) and 0 < n < 1 << 30 for n in block)
     ):
-        return given[0], given[1]
-    raise CheckpointError(f"{where}: weight_block_size {printable(repr(given))} is not two sizes")
+        return block[0], block[1]
+    raise CheckpointError(f"{location}: weight_block_size {to_printable(repr(block))} is not two sizes")
 
 
-def _only(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
+def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], location: str) -> None:
     """Refuse a value that changes what the stored codes mean."""
     if not is_unset(settings.get(key)) and settings[key] not in allowed:
         values = ", ".join(str(value) for value in allowed)
-        raise CheckpointError(f"{where}: {key} {printable(repr(settings[key]))} is not one of {values}")
+        raise CheckpointError(f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}")
 
 
 _COMPRESSED = (
@@ -197,119 +205,128 @@ _COMPRESSED = (
 # -- methods -------------------------------------------------------------------------------------------------
 
 
-def _fp8(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    block = block_size(settings, where)
-    weights.bytes_with_scales("_scale_inv", "_scale", block=block)
-    for name, stem in weights.ending("_scale_inv"):  # of FP4 codes beside: two in a byte
+def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    block = read_block_size(settings, location)
+    weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
+    for name, stem in weights.find_by_suffix("_scale_inv"):  # of FP4 codes beside: two in a byte
         if (packed := weights.left.get(stem)) is not None and packed.dtype == "I8":
             scale, packed = weights.left.pop(name), weights.left.pop(stem)
-            weights.made[stem] = made.fp4(stem, weights.dtype, packed, scale)
+            weights.made[stem] = made.dequantize_fp4(stem, weights.dtype, packed, scale)
 
 
-def _mxfp4(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    for name, stem in weights.ending("_blocks"):
-        scales = weights.need(f"{stem}_scales", name)
-        weights.made[stem] = made.gpt_oss(stem, weights.dtype, weights.left.pop(name), scales)
+def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    for name, stem in weights.find_by_suffix("_blocks"):
+        scales = weights.require_tensor(f"{stem}_scales", name)
+        weights.made[stem] = made.dequantize_gpt_oss(stem, weights.dtype, weights.left.pop(name), scales)
 
 
-def _compressed_tensors(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+def _dequantize_compressed_tensors(
+    weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
+) -> None:
     for key in ("sparsity_config", "transform_config"):
-        given = settings.get(key)
-        if given and not (isinstance(given, dict) and given.get("format") == "dense"):
-            raise CheckpointError(f"{where}: {key} changes the weights, and cannot be undone here")
+        setting = settings.get(key)
+        if setting and not (isinstance(setting, dict) and setting.get("format") == "dense"):
+            raise CheckpointError(f"{location}: {key} changes the weights, and cannot be undone here")
     groups = settings.get("config_groups")
     bits: set[int] = set()
     block = None
     for group in groups.values() if isinstance(groups, dict) else ():
         group = group if isinstance(group, dict) else {}
         if group.get("format") is not None:
-            _only(group, "format", _COMPRESSED, where)
+            _check_setting(group, "format", _COMPRESSED, location)
         described = group.get("weights")
         for key, value in described.items() if isinstance(described, dict) else ():
             if key == "num_bits" and isinstance(value, int):
                 bits.add(value)
             if key == "block_structure" and value is not None:
-                block = block_size({"weight_block_size": value}, where)
-    _only(settings, "quantization_status", ("compressed", "frozen"), where)
-    for name, stem in weights.ending(".weight_packed"):
-        _packed(weights, name, f"{stem}.weight", bits or {2, 4, 8})
-    weights.bytes_with_scales("_scale", block=block)
+                block = read_block_size({"weight_block_size": value}, location)
+    _check_setting(settings, "quantization_status", ("compressed", "frozen"), location)
+    for name, stem in weights.find_by_suffix(".weight_packed"):
+        _dequantize_packed(weights, name, f"{stem}.weight", bits or {2, 4, 8})
+    weights.dequantize_scaled_bytes("_scale", block=block)
 
 
-def _packed(weights: _Weights, name: str, weight: str, bits: set[int]) -> None:
+def _dequantize_packed(weights: _QuantizedWeights, name: str, weight: str, bits: set[int]) -> None:
     packed = weights.left.pop(name)
-    scale = weights.need(f"{weight}_scale", name)
+    scale = weights.require_tensor(f"{weight}_scale", name)
     if packed.dtype == "U8":
-        whole = weights.take(f"{weight}_global_scale")
-        weights.made[weight] = made.fp4(weight, weights.dtype, packed, scale, divide=whole)
+        global_scale = weights.pop_tensor(f"{weight}_global_scale")
+        weights.made[weight] = made.dequantize_fp4(weight, weights.dtype, packed, scale, divide=global_scale)
         return
-    held = weights.need(f"{weight}_shape", name)
-    if held.dtype not in ("I64", "I32") or held.shape != (2,):
-        raise CheckpointError(f"{printable(held.name)}: does not hold two sizes")
-    rows, columns = (int(size) for size in held.read())
+    shape_tensor = weights.require_tensor(f"{weight}_shape", name)
+    if shape_tensor.dtype not in ("I64", "I32") or shape_tensor.shape != (2,):
+        raise CheckpointError(f"{to_printable(shape_tensor.name)}: does not hold two sizes")
+    rows, columns = (int(size) for size in shape_tensor.read())
     width = packed.shape[-1] if packed.shape else 0
     # The number of bits is not written beside the weight; its shape tells it, or leaves one of the settings'.
     fitting = [n for n in range(1, 9) if n in bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
         raise CheckpointError(
-            f"{printable(name)}: shape {list(packed.shape)} holds no {rows} x {columns} codes "
-            f"of {' or '.join(sorted(printable(str(n)) for n in bits))} bits"
+            f"{to_printable(name)}: shape {list(packed.shape)} holds no {rows} x {columns} codes "
+            f"of {' or '.join(sorted(to_printable(str(n)) for n in bits))} bits"
         )
-    zero = weights.take(f"{weight}_zero_point")
-    groups = weights.take(f"{weight}_g_idx")
+    zero = weights.pop_tensor(f"{weight}_zero_point")
+    groups = weights.pop_tensor(f"{weight}_g_idx")
     if groups is not None and int(groups.read().max(initial=-1)) < 0:  # all -1: groups are runs of columns
         groups = None
-    weights.made[weight] = made.packed_rows(
+    weights.made[weight] = made.dequantize_packed_rows(
         weight, weights.dtype, packed, scale, (rows, columns), fitting[0], zero=zero, groups=groups
     )
 
 
-def _gptq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    _only(settings, "pack_dtype", ("int32",), where)
-    _only(settings, "checkpoint_format", ("gptq", "gptq_v2"), where)
-    _only(settings, "format", ("gptq", "gptq_v2"), where)
-    _only(settings, "bits", (2, 3, 4, 8), where)
+def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    _check_setting(settings, "pack_dtype", ("int32",), location)
+    _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
+    _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
+    _check_setting(settings, "bits", (2, 3, 4, 8), location)
     form = settings.get("checkpoint_format", settings.get("format", "gptq"))
-    for name, stem in weights.ending(".qweight"):
+    for name, stem in weights.find_by_suffix(".qweight"):
         rest = ("qzeros", "scales", "g_idx")
-        parts = {"qweight": weights.left.pop(name), **{k: weights.need(f"{stem}.{k}", name) for k in rest}}
+        parts = {
+            "qweight": weights.left.pop(name),
+            **{k: weights.require_tensor(f"{stem}.{k}", name) for k in rest},
+        }
         weight = f"{stem}.weight"
-        weights.made[weight] = made.gptq(
+        weights.made[weight] = made.dequantize_gptq(
             weight, weights.dtype, parts, settings.get("bits"), first_zero=int(form == "gptq")
         )
 
 
-def _awq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    _only(settings, "version", ("gemm", "GEMM"), where)
+def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
-        _only(settings, key, (4,), where)
-    for name, stem in weights.ending(".qweight"):
+        _check_setting(settings, key, (4,), location)
+    for name, stem in weights.find_by_suffix(".qweight"):
         parts = {"qweight": weights.left.pop(name)}
-        parts |= {key: weights.need(f"{stem}.{key}", name) for key in ("qzeros", "scales")}
-        weights.made[f"{stem}.weight"] = made.awq(f"{stem}.weight", weights.dtype, parts)
+        parts |= {key: weights.require_tensor(f"{stem}.{key}", name) for key in ("qzeros", "scales")}
+        weights.made[f"{stem}.weight"] = made.dequantize_awq(f"{stem}.weight", weights.dtype, parts)
 
 
-def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    for name, weight in weights.ending(".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"):
-        state = _quant_state(weights.left.pop(name))
+def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    for name, weight in weights.find_by_suffix(
+        ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
+    ):
+        state = _read_quant_state(weights.left.pop(name))
         keys, nested = ["absmax", "quant_map"], None
         if "nested_blocksize" in state:
             keys += ["nested_absmax", "nested_quant_map"]
             nested = int(state["nested_blocksize"]), float(state["nested_offset"])
-        parts = {key: weights.need(f"{weight}.{key}", name) for key in keys}
-        packed = weights.need(weight, name)
+        parts = {key: weights.require_tensor(f"{weight}.{key}", name) for key in keys}
+        packed = weights.require_tensor(weight, name)
         shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
-        weights.made[weight] = made.four_bits(weight, weights.dtype, packed, parts, shape, block, nested)
-    for name, stem in weights.ending(".SCB"):
+        weights.made[weight] = made.dequantize_bnb_4bit(
+            weight, weights.dtype, packed, parts, shape, block, nested
+        )
+    for name, stem in weights.find_by_suffix(".SCB"):
         weight = f"{stem}.weight"
-        form = weights.take(f"{weight}_format")
+        form = weights.pop_tensor(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
-            raise CheckpointError(f"{printable(form.name)}: a layout of 8 bits for one kind of GPU")
-        held = weights.need(weight, name)
-        weights.made[weight] = made.eight_bits(weight, weights.dtype, held, weights.left.pop(name))
+            raise CheckpointError(f"{to_printable(form.name)}: a layout of 8 bits for one kind of GPU")
+        codes = weights.require_tensor(weight, name)
+        weights.made[weight] = made.dequantize_bnb_8bit(weight, weights.dtype, codes, weights.left.pop(name))
 
 
-def _quant_state(tensor: Tensor) -> dict[str, Any]:
+def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
     try:
         if tensor.dtype != "U8" or tensor.nbytes > MAX_JSON_TENSOR:
             raise ValueError
@@ -318,36 +335,36 @@ def _quant_state(tensor: Tensor) -> dict[str, Any]:
         if not state["shape"] or any(not isinstance(n, int) or not 0 < n < 1 << 40 for n in sizes):
             raise ValueError
         float(state.get("nested_offset", 0.0))
-        found: dict[str, Any] = state
+        fields: dict[str, Any] = state
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise CheckpointError(f"{printable(tensor.name)}: is no state of bitsandbytes") from None
-    return found
+        raise CheckpointError(f"{to_printable(tensor.name)}: is no state of bitsandbytes") from None
+    return fields
 
 
-def _modelopt(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    _only(settings, "quant_algo", ("FP8", "NVFP4"), where)
-    for name, stem in weights.ending(".weight_scale_2"):
+def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    _check_setting(settings, "quant_algo", ("FP8", "NVFP4"), location)
+    for name, stem in weights.find_by_suffix(".weight_scale_2"):
         weight = f"{stem}.weight"
-        packed, scale = weights.need(weight, name), weights.need(f"{weight}_scale", name)
+        packed, scale = weights.require_tensor(weight, name), weights.require_tensor(f"{weight}_scale", name)
         whole = weights.left.pop(name)
-        weights.made[weight] = made.fp4(weight, weights.dtype, packed, scale, multiply=whole)
-    weights.bytes_with_scales("_scale")
+        weights.made[weight] = made.dequantize_fp4(weight, weights.dtype, packed, scale, multiply=whole)
+    weights.dequantize_scaled_bytes("_scale")
 
 
-METHODS: dict[str, tuple[Callable[[_Weights, Mapping[str, Any], str], None], frozenset[str]]] = {
-    "fp8": (_fp8, _words("activation_scheme fmt weight_block_size scale_fmt")),
-    "fbgemm_fp8": (_fp8, frozenset({"activation_scale_ub"})),
-    "mxfp4": (_mxfp4, frozenset()),
+METHODS: dict[str, tuple[Callable[[_QuantizedWeights, Mapping[str, Any], str], None], frozenset[str]]] = {
+    "fp8": (_dequantize_fp8, _split_words("activation_scheme fmt weight_block_size scale_fmt")),
+    "fbgemm_fp8": (_dequantize_fp8, frozenset({"activation_scale_ub"})),
+    "mxfp4": (_dequantize_mxfp4, frozenset()),
     "compressed-tensors": (
-        _compressed_tensors,
-        _words(
+        _dequantize_compressed_tensors,
+        _split_words(
             "config_groups format global_compression_ratio kv_cache_scheme quantization_status "
             "run_compressed sparsity_config transform_config version"
         ),
     ),
     "gptq": (
-        _gptq,
-        _words(
+        _dequantize_gptq,
+        _split_words(
             "backend batch_size bits block_name_to_quantize cache_block_outputs checkpoint_format "
             "damp_percent dataset desc_act exllama_config format group_size is_marlin_format lm_head "
             "max_input_length meta model_file_base_name model_name_or_path modules_in_block_to_quantize "
@@ -356,23 +373,23 @@ METHODS: dict[str, tuple[Callable[[_Weights, Mapping[str, Any], str], None], fro
         ),
     ),
     "awq": (
-        _awq,
-        _words(
+        _dequantize_awq,
+        _split_words(
             "backend bits do_fuse exllama_config fuse_max_seq_len group_size modules_to_fuse q_group_size "
             "version w_bit zero_point"
         ),
     ),
     "bitsandbytes": (
-        _bitsandbytes,
-        _words(
+        _dequantize_bitsandbytes,
+        _split_words(
             "_load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type "
             "bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight "
             "llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit"
         ),
     ),
     "modelopt": (
-        _modelopt,
-        _words(
+        _dequantize_modelopt,
+        _split_words(
             "config_groups exclude_modules group_size kv_cache_quant_algo kv_cache_scheme producer quant_algo"
         ),
     ),

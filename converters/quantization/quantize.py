@@ -12,13 +12,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.errors import CheckpointError, printable
-from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
+from converters.errors import CheckpointError, to_printable
+from converters.quantization.dequantize import ACTIVATIONS, KEY, read_block_size, read_quantization_config
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
-from converters.tensors.computed import Affine, computed
+from converters.tensors.computed import Affine, apply_edits
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.quantized import Scheme, bytes_of, fp4_of, gpt_oss_of, packed_rows_of
+from converters.tensors.quantized import (
+    QuantizationScheme,
+    quantize_to_bytes,
+    quantize_to_fp4,
+    quantize_to_gpt_oss,
+    quantize_to_packed_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -38,27 +44,27 @@ _LINEAR = re.compile(
 class _Form(NamedTuple):
     """One value of `--quantize`."""
 
-    scheme: Scheme
-    make: Callable[[Tensor, Scheme], dict[str, Tensor]]
+    scheme: QuantizationScheme
+    make: Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]
     settings: Callable[[list[str]], dict[str, Any]]
     """`quantization_config`, given the modules that stay floats."""
 
 
-def _scaled(suffix: str) -> Callable[[Tensor, Scheme], dict[str, Tensor]]:
-    return lambda weight, scheme: bytes_of(weight, scheme, weight.name + suffix)
+def _make_byte_quantizer(suffix: str) -> Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]:
+    return lambda weight, scheme: quantize_to_bytes(weight, scheme, weight.name + suffix)
 
 
-def _blocks_of_fp8(kept: list[str]) -> dict[str, Any]:
+def _build_fp8_config(excluded_modules: list[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": kept,
+        "modules_to_not_convert": excluded_modules,
     }
 
 
-def _compressed(
+def _make_compressed_tensors_config(
     form: str, bits: int, kind: str, strategy: str, *, group: int | None = None, tokens: bool = False
 ) -> Callable[[list[str]], dict[str, Any]]:
     """compressed-tensors' settings of its own presets: W8A8, W4A16, FP8_DYNAMIC, MXFP4A16."""
@@ -86,32 +92,36 @@ def _compressed(
 
 
 _FORMS = {
-    "fp8-block": _Form(Scheme("F8_E4M3", 128, 128, "inverse", "F32"), _scaled("_scale_inv"), _blocks_of_fp8),
+    "fp8-block": _Form(
+        QuantizationScheme("F8_E4M3", 128, 128, "inverse", "F32"),
+        _make_byte_quantizer("_scale_inv"),
+        _build_fp8_config,
+    ),
     "fp8": _Form(
-        Scheme("F8_E4M3", 1, 0, "range"),
-        _scaled("_scale"),
-        _compressed("float-quantized", 8, "float", "channel", tokens=True),
+        QuantizationScheme("F8_E4M3", 1, 0, "range"),
+        _make_byte_quantizer("_scale"),
+        _make_compressed_tensors_config("float-quantized", 8, "float", "channel", tokens=True),
     ),
     "mxfp4": _Form(
-        Scheme("FP4", 1, 32, "near", "U8"),
-        fp4_of,
-        _compressed("mxfp4-pack-quantized", 4, "float", "group", group=32),
+        QuantizationScheme("FP4", 1, 32, "near", "U8"),
+        quantize_to_fp4,
+        _make_compressed_tensors_config("mxfp4-pack-quantized", 4, "float", "group", group=32),
     ),
     "int8": _Form(
-        Scheme("I8", 1, 0, "range"),
-        _scaled("_scale"),
-        _compressed("int-quantized", 8, "int", "channel", tokens=True),
+        QuantizationScheme("I8", 1, 0, "range"),
+        _make_byte_quantizer("_scale"),
+        _make_compressed_tensors_config("int-quantized", 8, "int", "channel", tokens=True),
     ),
     "int4": _Form(
-        Scheme("INT4", 1, 128, "range"),
-        packed_rows_of,
-        _compressed("pack-quantized", 4, "int", "group", group=128),
+        QuantizationScheme("INT4", 1, 128, "range"),
+        quantize_to_packed_rows,
+        _make_compressed_tensors_config("pack-quantized", 4, "int", "group", group=128),
     ),
 }
 """By the names of `converters.options.FORMS`."""
 
 
-def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
+def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
     """`checkpoint` with the weights of its linear layers as codes; the head and all else stay floats.
 
     A weight that the format's blocks do not divide stays as it is, as the format's own programs have it.
@@ -125,14 +135,14 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
         CheckpointError: it is quantized already, has no config.json, or no linear layer is known by its name.
     """
     chosen = _FORMS[form]
-    floats = _floats(checkpoint, dtype)
+    floats = _cast_tensors(checkpoint, dtype)
     if not read_small_table(checkpoint.companions.get("config.json")):
         raise CheckpointError(
             f"{checkpoint.root}: has no config.json, which says how weights are quantized; add --config-from"
         )
     tensors: dict[str, Tensor] = {}
     too_small: Tensor | None = None
-    kept, changed = {"lm_head"}, False  # also where it is tied, and in no file
+    excluded_modules, changed = {"lm_head"}, False  # also where it is tied, and in no file
     height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
     for name, tensor in floats.items():
         whole = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
@@ -144,27 +154,29 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
             too_small = too_small or tensor
         if len(tensor.shape) > 2 and "expert" in name:
             raise CheckpointError(
-                f"{printable(name)}: a stack of experts, for which {form} has no names; "
+                f"{to_printable(name)}: a stack of experts, for which {form} has no names; "
                 "use --quantize-like with a model whose experts are quantized"
             )
         tensors[name] = tensor
         if len(tensor.shape) == 2 and name.endswith(".weight"):
-            kept.add(name.removesuffix(".weight"))
+            excluded_modules.add(name.removesuffix(".weight"))
     if not changed and too_small is not None:
         block = f"{height} x {width}" if height > 1 else f"{width} columns"
         raise CheckpointError(
             f"{checkpoint.root}: {form} has blocks of {block}, and they divide no linear layer, such as "
-            f"{printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 or "
+            f"{to_printable(too_small.name)} of shape {list(too_small.shape)}; use --quantize fp8 or "
             "int8, which have a scale for each row"
         )
     if not changed:
         raise CheckpointError(
             f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"
         )
-    return checkpoint.with_tensors(tensors, {KEY: chosen.settings(sorted(kept))}, checkpoint.companions)
+    return checkpoint.with_tensors(
+        tensors, {KEY: chosen.settings(sorted(excluded_modules))}, checkpoint.companions
+    )
 
 
-def quantized_like(
+def quantize_like_base(
     checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep", untouched: Collection[str] = ()
 ) -> Checkpoint:
     """`checkpoint` with the layout of `base`: the same weights as codes, and its `quantization_config`.
@@ -172,87 +184,91 @@ def quantized_like(
     Args:
         base: of FP8 (with blocks, for each output, or for the whole), MXFP4, or compressed-tensors' symmetric
             integers. Its scales of activations and the dtypes of what stays are taken over.
-        dtype: as of `quantized`.
+        dtype: as of `quantize_checkpoint`.
         untouched: Tensors whose codes are copied from `base`, because their values are the same.
 
     Raises:
         CheckpointError: `base` is not quantized so, or the two have other weights.
     """
-    settings = layout_of(base)
+    settings = read_writable_config(base)
     method = str(settings["quant_method"])
-    floats = _floats(checkpoint, dtype)
+    floats = _cast_tensors(checkpoint, dtype)
     tensors: dict[str, Tensor] = {}
     there = dict(base.tensors)
     for name, tensor in floats.items():
-        made = _like(name, tensor, there, settings, f"{base.root}: {KEY} of {method}")
-        for key, value in made.items():
+        codes = _quantize_like_weight(name, tensor, there, settings, f"{base.root}: {KEY} of {method}")
+        for key, value in codes.items():
             model = there.pop(key, None)
             if model is None or tuple(model.shape) != tuple(value.shape):
                 shape = "is not there" if model is None else f"has shape {list(model.shape)}"
-                raise CheckpointError(f"{base.root}: {printable(key)} {shape}, not {list(value.shape)}")
+                raise CheckpointError(f"{base.root}: {to_printable(key)} {shape}, not {list(value.shape)}")
             tensors[key] = model if name in untouched else value
     for name, tensor in there.items():
         if not ACTIVATIONS.fullmatch(name):
-            raise CheckpointError(f"{checkpoint.root}: has no {printable(name)}, which {base.root} has")
+            raise CheckpointError(f"{checkpoint.root}: has no {to_printable(name)}, which {base.root} has")
         tensors[name] = tensor
     return checkpoint.with_tensors(tensors, {KEY: dict(settings)}, checkpoint.companions)
 
 
-def layout_of(base: Checkpoint) -> Mapping[str, Any]:
+def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     """The `quantization_config` of a model whose layout can be written.
 
     Raises:
         CheckpointError: it has none, or one that cannot be written here.
     """
-    settings = quantization_of(base)
+    settings = read_quantization_config(base)
     if settings is None:
         raise CheckpointError(f"{base.root}: is not quantized: its config.json has no {KEY}")
     method = settings.get("quant_method")
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
-            f"{base.root}: {KEY}: {printable(str(method))} needs calibration data; "
+            f"{base.root}: {KEY}: {to_printable(str(method))} needs calibration data; "
             "quantize with its own program"
         )
     return settings
 
 
-def _like(
-    name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], where: str
+def _quantize_like_weight(
+    name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], location: str
 ) -> dict[str, Tensor]:
     """The tensors that `base` has for one weight."""
-    refused = [f"{name}_{what}" for what in ("zero_point", "g_idx", "global_scale", "scale_2")]
+    refused = [f"{name}_{suffix}" for suffix in ("zero_point", "g_idx", "global_scale", "scale_2")]
     if other := next((key for key in refused if key in base), None):
-        raise CheckpointError(f"{where}: {printable(other)} comes from calibration data; use its own program")
-    if (held := base.get(f"{name}_packed")) is not None:
-        of_groups = base.get(f"{name}_scale", held)
+        raise CheckpointError(
+            f"{location}: {to_printable(other)} comes from calibration data; use its own program"
+        )
+    if (packed := base.get(f"{name}_packed")) is not None:
+        of_groups = base.get(f"{name}_scale", packed)
         width = weight.shape[-1] // max(1, of_groups.shape[-1] if of_groups.shape else 1)
-        if held.dtype == "U8":
-            return fp4_of(weight, Scheme("FP4", 1, width, "near", "U8"))
-        bits = 32 * held.shape[-1] // max(1, weight.shape[-1])
-        made = packed_rows_of(weight, Scheme(f"INT{bits}", 1, width, "range", of_groups.dtype))
-        return {key: value for key, value in made.items() if key in base or not key.endswith("_shape")}
+        if packed.dtype == "U8":
+            return quantize_to_fp4(weight, QuantizationScheme("FP4", 1, width, "near", "U8"))
+        bits = 32 * packed.shape[-1] // max(1, weight.shape[-1])
+        tensors = quantize_to_packed_rows(
+            weight, QuantizationScheme(f"INT{bits}", 1, width, "range", of_groups.dtype)
+        )
+        return {key: value for key, value in tensors.items() if key in base or not key.endswith("_shape")}
     if f"{name}_blocks" in base:
-        return gpt_oss_of(weight, Scheme("FP4", 1, 32, "floor", "U8"))
+        return quantize_to_gpt_oss(weight, QuantizationScheme("FP4", 1, 32, "floor", "U8"))
     codes = base.get(name)
     if codes is None or codes.dtype in CASTABLE:
         return {name: weight if codes is None else _cast(weight, codes.dtype)}
     for suffix, rule in (("_scale_inv", "inverse"), ("_scale", "range")):
         if (scale := base.get(name + suffix)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
             rows, columns = weight.shape[-2:]
-            block = block_size(settings, where)
+            block = read_block_size(settings, location)
             if scale.numel == 1:
                 block = (0, 0)
             elif block is None:
                 grid = scale.shape[-2:] if len(scale.shape) == len(weight.shape) else (rows, 1)
                 block = (-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
-            scheme = Scheme(codes.dtype, *block, rule, scale.dtype)
-            return bytes_of(weight, scheme, name + suffix, tuple(scale.shape))
-    raise CheckpointError(f"{where}: {printable(name)} is {codes.dtype}, and its scale is not there")
+            scheme = QuantizationScheme(codes.dtype, *block, rule, scale.dtype)
+            return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
+    raise CheckpointError(f"{location}: {to_printable(name)} is {codes.dtype}, and its scale is not there")
 
 
-def _floats(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
+def _cast_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     """The tensors, cast."""
-    if quantization_of(checkpoint) is not None:
+    if read_quantization_config(checkpoint) is not None:
         raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
     target = parse_dtype(dtype)
     return {name: _cast(tensor, target) for name, tensor in checkpoint.tensors.items()}
@@ -260,4 +276,4 @@ def _floats(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
     written = cast_dtype(tensor, dtype)
-    return tensor if written == tensor.dtype else computed(tensor, written, 1, [Affine()])
+    return tensor if written == tensor.dtype else apply_edits(tensor, written, 1, [Affine()])

@@ -34,8 +34,8 @@ class Source(Protocol):
 
     nbytes: int
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        """Fill `buffer` from byte `at`; add every file span that was read to `touched`."""
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        """Fill `buffer` from byte `offset`; add every file span that was read to `touched`."""
         ...
 
 
@@ -113,19 +113,19 @@ class FileSpan:
         # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
         self._parts: list[tuple[int, int, int]] = []
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        """Fill `buffer` from byte `at` of the span; adds itself to `touched` while its CRC is unchecked."""
-        if at < 0 or at + len(buffer) > self.nbytes:
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        """Fill `buffer` from byte `offset` of the span; adds itself to `touched` until its CRC is checked."""
+        if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self.file.path}: {self.what or 'data'} is shorter than its tensor")
-        wanted, end = self.offset + at + len(buffer), self.offset + self.nbytes
+        wanted, end = self.offset + offset + len(buffer), self.offset + self.nbytes
         if self.resolved:
-            self.file.read_into(buffer, self.offset + at, wanted, end)
+            self.file.read_into(buffer, self.offset + offset, wanted, end)
             return
         touched.add(self)
         for start in range(0, len(buffer), CHUNK):
             part = buffer[start : start + CHUNK]
-            self.file.read_into(part, self.offset + at + start, wanted, end)
-            self._record(at + start, part)
+            self.file.read_into(part, self.offset + offset + start, wanted, end)
+            self._record(offset + start, part)
 
     def verify(self) -> None:
         """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
@@ -185,10 +185,10 @@ class Slice:
         self.offset = offset
         self.nbytes = nbytes
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        if at < 0 or at + len(buffer) > self.nbytes:
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("a piece is shorter than its tensor")
-        self.source.read_into(buffer, self.offset + at, touched)
+        self.source.read_into(buffer, self.offset + offset, touched)
 
 
 class Joined:
@@ -205,13 +205,13 @@ class Joined:
             total += part.nbytes
         self.nbytes = total
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        if at < 0 or at + len(buffer) > self.nbytes:
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError("the pieces of a tensor are shorter than the tensor")
-        index = bisect_right(self.starts, at) - 1
+        index = bisect_right(self.starts, offset) - 1
         done = 0
         while done < len(buffer):
-            part, local = self.parts[index], at + done - self.starts[index]
+            part, local = self.parts[index], offset + done - self.starts[index]
             count = min(len(buffer) - done, part.nbytes - local)
             part.read_into(buffer[done : done + count], local, touched)
             done += count
@@ -225,8 +225,8 @@ class Memory:
         self.data = memoryview(data)
         self.nbytes = len(data)
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        buffer[:] = self.data[at : at + len(buffer)]
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        buffer[:] = self.data[offset : offset + len(buffer)]
 
 
 def read_table(file: SourceFile) -> dict[str, Any]:

@@ -49,10 +49,10 @@ class Compressed:
         self._served = self._taken = 0
         self._stays = False  # whether the content is kept until all of it is read
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        if at < 0 or at + len(buffer) > self.nbytes:
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self._where}: a chunk is shorter than its tensor")
-        buffer[:] = self.held(len(buffer), touched)[at : at + len(buffer)]
+        buffer[:] = self.held(len(buffer), touched)[offset : offset + len(buffer)]
 
     def held(self, count: int, touched: Touched) -> memoryview:
         """All bytes, of which the caller reads `count`: a strided region is copied out of them directly."""

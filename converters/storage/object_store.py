@@ -36,7 +36,13 @@ from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.errors import CheckpointError, blame, printable, raise_unless_panic, redact
+from converters.errors import (
+    CheckpointError,
+    prefix_errors,
+    raise_unless_panic,
+    redact_credentials,
+    to_printable,
+)
 from converters.storage.credentials import LOOKED_FOR, OPTIONS
 from converters.storage.listed import Object
 from converters.storage.store_errors import (
@@ -119,8 +125,8 @@ def _check_endpoints() -> None:
     for name, text in os.environ.items():
         if _ENDPOINT_VARIABLE.fullmatch(name) and text and not _ENDPOINT.fullmatch(text):
             raise RemoteError(
-                f"{name}: {printable(ascii(text[:100]))} is not a URL such as https://host:9000; correct or "
-                "unset it"
+                f"{name}: {to_printable(ascii(text[:100]))} is not a URL such as https://host:9000; correct "
+                "or unset it"
             )
 
 
@@ -133,8 +139,8 @@ def checked(name: str, where: object) -> str:
     odd = {"", ".", ".."} & set(name.split("/")) or "\\" in name or any(c < " " or c == "\x7f" for c in name)
     if odd:
         raise RemoteError(
-            f"{redact(str(where))}: the object name {printable(ascii(name))} is refused: it could lead out "
-            "of a folder; rename that object or delete it"
+            f"{redact_credentials(str(where))}: the object name {to_printable(ascii(name))} is refused: it "
+            "could lead out of a folder; rename that object or delete it"
         )
     return name
 
@@ -151,8 +157,8 @@ def check_process(where: object) -> None:
     global _used_in
     if _used_in and _used_in != os.getpid():
         raise RemoteError(
-            f"{redact(str(where))}: this process was forked from one that has used an object store; "
-            "start it with spawn or forkserver"
+            f"{redact_credentials(str(where))}: this process was forked from one that has used an object "
+            "store; start it with spawn or forkserver"
         )
     _used_in = os.getpid()
 
@@ -265,7 +271,7 @@ class RemotePath:
 
         check_process(self)
         environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
-        with blame(redact(str(self))):
+        with prefix_errors(redact_credentials(str(self))):
             store = _opened(self.bucket.protocol, self.bucket.name, self._patience(), timeout(), environment)
         try:
             return _interruptible(partial(call, obstore, store))
@@ -273,7 +279,7 @@ class RemotePath:
             raise
         except BaseException as error:
             raise_unless_panic(error)
-            _log.debug("%s: %s failed (%s)", self, what, redact(str(error).partition("\n")[0]))
+            _log.debug("%s: %s failed (%s)", self, what, redact_credentials(str(error).partition("\n")[0]))
             raise translated(str(self), what, error, LOOKED_FOR[self.bucket.protocol]) from None
 
     def _call_again(self, what: str, call: Callable[[Any, Any], T]) -> T:
@@ -503,19 +509,28 @@ def _parsed(url: str) -> tuple[Bucket, str]:
     named = _ALIASES.get(protocol, protocol)
     if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
         raise RemoteError(
-            f"{redact(url)}: credentials do not belong in a URL; set them up as for the store's own tools"
+            f"{redact_credentials(url)}: credentials do not belong in a URL; set them up as for the store's "
+            "own tools"
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
-        raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
+        raise RemoteError(
+            f"{redact_credentials(url)}: a signed URL cannot name a folder; leave out the query"
+        )
     if name := find_repository(url):
-        raise RemoteError(f"{redact(url)}: is the web page of a repository; give its name, {name}")
+        raise RemoteError(
+            f"{redact_credentials(url)}: is the web page of a repository; give its name, {name}"
+        )
     if named not in OPTIONS or named == "hf":
         why = _REFUSED.get(protocol, "is no object store that is known here")
-        raise RemoteError(f"{redact(url)}: {protocol}:// {why}; use s3://, gs://, az:// or a folder")
+        raise RemoteError(
+            f"{redact_credentials(url)}: {protocol}:// {why}; use s3://, gs://, az:// or a folder"
+        )
     if {".", ".."} & set(rest.split("/")):
-        raise RemoteError(f"{redact(url)}: . and .. are not supported in a URL; write the full path")
+        raise RemoteError(
+            f"{redact_credentials(url)}: . and .. are not supported in a URL; write the full path"
+        )
     if not bucket:
-        raise RemoteError(f"{redact(url)}: names no bucket; write s3://bucket/path")
+        raise RemoteError(f"{redact_credentials(url)}: names no bucket; write s3://bucket/path")
     key = "/".join(part for part in key.split("/") if part)
     if key:
         checked(key, url)
@@ -569,7 +584,7 @@ def abort_uploads(folder: RemotePath, *, deep: bool = True) -> None:
             if deep or "/" not in upload.object_key[len(prefix) :]:
                 upload.abort()
     except Exception as error:  # the package is missing, or any of its own
-        _log.debug("%s: open uploads were not aborted: %s", folder, redact(str(error)))
+        _log.debug("%s: open uploads were not aborted: %s", folder, redact_credentials(str(error)))
 
 
 _SIGNALS = 0.5  # seconds between looks for one

@@ -52,7 +52,7 @@ class OutputFile:
         if self._fd >= 0:
             os.close(self._fd)
 
-    def piece(self, number: int) -> Piece:
+    def get_piece(self, number: int) -> Piece:
         """Piece `number`, of the lengths given."""
         return Piece(self, self._fd, self._starts[number])
 
@@ -157,6 +157,6 @@ def write_file(path: Place, data: bytes) -> None:
     if in_store(path):
         path.write_bytes(data)
         return
-    piece = OutputFile(path).piece(0)
+    piece = OutputFile(path).get_piece(0)
     piece.write(data)
     piece.finish()

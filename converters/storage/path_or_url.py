@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from converters.errors import CheckpointError, redact
+from converters.errors import CheckpointError, redact_credentials
 from converters.similar_names import find_similar
 from converters.storage.store_errors import RemoteError
 
@@ -57,7 +57,7 @@ def place(named: str | Place) -> Place:
     # `s3:/bucket` would create a local folder, and its name could hold a secret key.
     if _ALMOST_URL.match(named) and not _exists(named):
         scheme, _, rest = named.partition(":")
-        url = redact(f"{scheme}://{rest.lstrip('/')}")
+        url = redact_credentials(f"{scheme}://{rest.lstrip('/')}")
         raise RemoteError(f"{url}: given without its two slashes; write the URL like this")
     return Path(named)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from converters.errors import CheckpointError, printable, redact
+from converters.errors import CheckpointError, redact_credentials, to_printable
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})|status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -66,7 +66,7 @@ def translated(where: str, what: str, error: BaseException, looked_for: str) -> 
         what: the operation as a verb, such as "read".
         looked_for: where credentials were looked for.
     """
-    url, text, kind = redact(where), str(error), type(error).__name__
+    url, text, kind = redact_credentials(where), str(error), type(error).__name__
     reason = reason_of(error)
     found = _STATUS.search(text)
     status = (found[1] or found[2]) if found else ""
@@ -106,4 +106,4 @@ def reason_of(error: BaseException) -> str:
         text = " ".join([tail.partition(":")[0], *(found[1] for found in (code, message) if found)])
     else:
         text = head.rpartition(" - ")[2]
-    return printable(redact(text[:300])) or type(error).__name__
+    return to_printable(redact_credentials(text[:300])) or type(error).__name__

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Arrangement:
         return [name for name in dict.fromkeys(tile.source for tile in self.tiles) if name != ZEROS]
 
 
-def wrap_source(name: str, shape: Sequence[int]) -> Arrangement:
+def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
     """Return the arrangement of an unchanged source tensor.
 
     Args:
@@ -102,7 +102,7 @@ def create_zeros(shape: Sequence[int]) -> Arrangement:
     return Arrangement(shape, (Tile((0,) * ndim, shape, ZEROS, (), (-1,) * ndim, (1,) * ndim),))
 
 
-def slice_dim(values: Arrangement, dim: int, low: int, count: int, step: int = 1) -> Arrangement:
+def select_slice(values: Arrangement, dim: int, low: int, count: int, step: int = 1) -> Arrangement:
     """Slice an arrangement along one dimension.
 
     Args:
@@ -150,7 +150,7 @@ def slice_dim(values: Arrangement, dim: int, low: int, count: int, step: int = 1
 def select(values: Arrangement, dim: int, index: int) -> Arrangement:
     """Select one element along `dim` and remove this dimension, as `torch.select` does."""
     dim %= len(values.shape)
-    element = slice_dim(values, dim, index, 1)
+    element = select_slice(values, dim, index, 1)
 
     def drop(sizes: Shape) -> Shape:
         return sizes[:dim] + sizes[dim + 1 :]
@@ -178,7 +178,7 @@ def split_into_chunks(values: Arrangement, dim: int, count: int) -> list[Arrange
     length = values.shape[dim]
     size = -(-length // count)
     starts = range(0, length, size) if size else ()
-    return [slice_dim(values, dim, low, min(size, length - low)) for low in starts]
+    return [select_slice(values, dim, low, min(size, length - low)) for low in starts]
 
 
 def split(values: Arrangement, dim: int, sizes: Sequence[int]) -> list[Arrangement]:
@@ -197,14 +197,14 @@ def split(values: Arrangement, dim: int, sizes: Sequence[int]) -> list[Arrangeme
     """
     parts, low = [], 0
     for size in sizes:
-        parts.append(slice_dim(values, dim, low, size))
+        parts.append(select_slice(values, dim, low, size))
         low += size
     if low != values.shape[dim]:
         raise CheckpointError(f"cannot split shape {list(values.shape)} into parts of {list(sizes)}")
     return parts
 
 
-def concatenate(parts: Sequence[Arrangement], dim: int) -> Arrangement:
+def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     """Concatenate arrangements along `dim`.
 
     Args:
@@ -239,7 +239,7 @@ def stack(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     def insert(sizes: Shape, value: int) -> Shape:
         return (*sizes[:dim], value, *sizes[dim:])
 
-    return concatenate(
+    return concat_arrangements(
         [
             Arrangement(
                 insert(part.shape, 1),
@@ -260,7 +260,7 @@ def stack(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     )
 
 
-def transpose(values: Arrangement, first: int, second: int) -> Arrangement:
+def swap_dims(values: Arrangement, first: int, second: int) -> Arrangement:
     """Swap two dimensions."""
     order = list(range(len(values.shape)))
     order[first], order[second] = order[second], order[first]
@@ -281,7 +281,7 @@ def transpose(values: Arrangement, first: int, second: int) -> Arrangement:
     return Arrangement(permute(values.shape), tuple(tiles))
 
 
-def interleave(values: Arrangement, dim: int, groups: int) -> Arrangement:
+def interleave_groups(values: Arrangement, dim: int, groups: int) -> Arrangement:
     """Interleave groups of consecutive elements along `dim`.
 
     This is equivalent to reshaping the dimension to a matrix with `groups` rows, transposing the matrix, and
@@ -305,10 +305,10 @@ def interleave(values: Arrangement, dim: int, groups: int) -> Arrangement:
     if 1 in (size, groups):
         return values
     _check_tile_count(size)
-    return concatenate([slice_dim(values, dim, i, groups, size) for i in range(size)], dim)
+    return concat_arrangements([select_slice(values, dim, i, groups, size) for i in range(size)], dim)
 
 
-def arrange(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> Tensor:
+def build_arranged_tensor(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> Tensor:
     """Build the tensor that an arrangement describes, without reading any data.
 
     Args:
@@ -333,7 +333,7 @@ def arrange(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> Te
     boxes: list[Box] = []
     for tile in values.tiles:
         if tile.source == ZEROS:
-            zero = View(Memory(bytes(itemsize(dtype))), 0, (0,) * len(tile.sizes))
+            zero = View(Memory(bytes(get_itemsize(dtype))), 0, (0,) * len(tile.sizes))
             boxes.append(Box(tile.at, tile.sizes, zero))
         else:
             boxes += _find_boxes(tile, tensors[tile.source])
@@ -369,12 +369,12 @@ def _find_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
             continue
         index = tuple(low - offset for low, offset in zip(begin, box.offsets, strict=True))
         available = box.available_view
-        view = _make_view(available, index, tile) if available else _defer_view(box, index, tile)
+        view = _make_view(available, index, tile) if available else _make_deferred_view(box, index, tile)
         boxes.append(Box(tuple(offsets), tuple(sizes), view))
     return boxes
 
 
-def _defer_view(box: Box, index: Shape, tile: Tile) -> Callable[[], View]:
+def _make_deferred_view(box: Box, index: Shape, tile: Tile) -> Callable[[], View]:
     return lambda: _make_view(box.view, index, tile)
 
 

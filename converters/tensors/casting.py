@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from converters.errors import CheckpointError, CommandError
 from converters.numeric import np
 from converters.options import DTYPES
-from converters.tensors.dtypes import CASTABLE, SUPPORTED, numpy_dtype
+from converters.tensors.dtypes import CASTABLE, SUPPORTED, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def cast_dtype(tensor: Tensor, target: str | None) -> str:
     return target
 
 
-class Losses:
+class CastLosses:
     """Elements that casts made infinite or 0, counted by several threads.
 
     Attributes:
@@ -56,22 +56,22 @@ class Losses:
 
     def count(self, name: str, before: Array, after: Array) -> None:
         """Compare a block with its cast."""
-        infinite, held = _infinite_and_not_zero(after)
-        before_infinite, before_held = _infinite_and_not_zero(before)
-        infinite, zero = infinite - before_infinite, before_held - held
+        infinite, nonzero = _count_infinite_and_nonzero(after)
+        before_infinite, before_held = _count_infinite_and_nonzero(before)
+        infinite, zero = infinite - before_infinite, before_held - nonzero
         if infinite or zero:
             with self._lock:
                 self.infinite, self.zero = self.infinite + infinite, self.zero + zero
                 self.first = self.first or name
 
 
-def _infinite_and_not_zero(block: Array) -> tuple[int, int]:
+def _count_infinite_and_nonzero(block: Array) -> tuple[int, int]:
     """How many elements are infinite, and how many are not 0."""
     if block.dtype.itemsize > 2:
         return int(np.count_nonzero(np.isinf(block))), int(np.count_nonzero(block))
     # As integers without the sign: of the two 16-bit floats, numpy and ml_dtypes are slow.
     bits = block.view(np.uint16) << 1
-    infinity = 0xFF00 if block.dtype == numpy_dtype("BF16") else 0xF800
+    infinity = 0xFF00 if block.dtype == to_numpy_dtype("BF16") else 0xF800
     return int(np.count_nonzero(bits == infinity)), int(np.count_nonzero(bits))
 
 
@@ -81,27 +81,27 @@ def cast_blocks(
     touched: Touched,
     nbytes: int = BLOCK_BYTES,
     *,
-    losses: Losses | None = None,
+    losses: CastLosses | None = None,
 ) -> Iterator[Array]:
     """The flattened elements as `dtype`, in blocks, each valid until the next; `losses` counts."""
-    for block in tensor.blocks(nbytes, touched):
+    for block in tensor.iter_blocks(nbytes, touched):
         if tensor.dtype == dtype:
             yield block
             continue
-        made = rounded(block, dtype)
+        converted = round_to_dtype(block, dtype)
         if losses is not None:
-            losses.count(tensor.name, block, made)
-        yield made
+            losses.count(tensor.name, block, converted)
+        yield converted
 
 
-def rounded(block: Array, dtype: str) -> Array:
+def round_to_dtype(block: Array, dtype: str) -> Array:
     """The elements as `dtype`; `block` itself where it has that dtype."""
-    if block.dtype == numpy_dtype(dtype):
+    if block.dtype == to_numpy_dtype(dtype):
         return block
     with np.errstate(all="ignore"):  # out of range becomes infinity
         if block.dtype == np.float64 and dtype == "BF16":
             block = _to_odd_float32(block)
-        return block.astype(numpy_dtype(dtype))
+        return block.astype(to_numpy_dtype(dtype))
 
 
 def _to_odd_float32(block: Array) -> Array:

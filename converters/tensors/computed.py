@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.numeric import np
 from converters.storage.bytes import Memory
-from converters.tensors.by_rows import ComputedRows, filled_from
-from converters.tensors.dtypes import itemsize, numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, row_major
+from converters.tensors.by_rows import ComputedRows, make_fill
+from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,45 +58,45 @@ class _EditedRows:
         self.lead: Shape = tensor.shape[:lead] or (1,)
         self.columns = prod(tensor.shape[lead:])
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
-        self._run = tensor.run()  # found once, because a search in each block is slow
+        self._run = tensor.find_run()  # found once, because a search in each block is slow
         self._memory = threading.local()
 
     def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         """The rows [first, first + count) of a matrix; valid until this thread makes the next block."""
         above = int(np.ravel_multi_index(matrix, self.lead[:-1])) if matrix else 0
         first += above * self.lead[-1]
-        stored = self._scratch("stored", (count, self.columns), numpy_dtype(self.tensor.dtype))
+        stored = self._get_scratch("stored", (count, self.columns), to_numpy_dtype(self.tensor.dtype))
         if self._run is None:
             self.tensor.fill_flat(stored.reshape(-1), first * self.columns, touched)
         else:
             self._run.read_into(stored.view(np.uint8).reshape(-1).data, first * stored.strides[0], touched)
-        block = self._scratch("block", (count, self.columns), np.dtype(self._kind))
+        block = self._get_scratch("block", (count, self.columns), np.dtype(self._kind))
         block[...] = stored
         for edit in self.edits:
             edit.apply(block, first)
         return block
 
-    def _scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    def _get_scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
         """This thread's memory, of any content. New memory would be faulted in page by page."""
         nbytes = prod(shape) * dtype.itemsize
-        held: Array | None = getattr(self._memory, name, None)
-        if held is None or held.nbytes < nbytes:
-            held = np.empty(nbytes, np.uint8)
-            setattr(self._memory, name, held)
-        found: Array = held[:nbytes].view(dtype).reshape(shape)
-        return found
+        buffer: Array | None = getattr(self._memory, name, None)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = np.empty(nbytes, np.uint8)
+            setattr(self._memory, name, buffer)
+        scratch: Array = buffer[:nbytes].view(dtype).reshape(shape)
+        return scratch
 
 
-def grown(tensor: Tensor, rows: int) -> Tensor:
+def append_zero_rows(tensor: Tensor, rows: int) -> Tensor:
     """`tensor` with rows of zeros after its own, `rows` in all, for edits to fill."""
     old, *inner = tensor.shape
     added = (rows - old, *inner)
-    view = View(Memory(bytes(itemsize(tensor.dtype))), 0, (0,) * len(added))  # one element, repeated
+    view = View(Memory(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added))  # one element, repeated
     box = Box((old, *(0 for _ in inner)), added, view)
     return Tensor(tensor.name, tensor.dtype, (rows, *inner), [*tensor.boxes, box])
 
 
-def computed(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Tensor:
+def apply_edits(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Tensor:
     """`tensor` with `edits` applied, as `dtype`; nothing is read or computed before it is.
 
     Args:
@@ -104,9 +104,9 @@ def computed(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Te
         lead: how many of its dimensions are rows; the others make up a row.
     """
 
-    def view() -> View:
+    def build_view() -> View:
         rows = _EditedRows(tensor, lead, edits)
-        source = ComputedRows((*rows.lead, rows.columns), dtype, filled_from(rows), 1, _BLOCK)
-        return View(source, 0, row_major(tensor.shape, itemsize(dtype)))
+        source = ComputedRows((*rows.lead, rows.columns), dtype, make_fill(rows), 1, _BLOCK)
+        return View(source, 0, compute_row_major_strides(tensor.shape, get_itemsize(dtype)))
 
-    return Tensor(tensor.name, dtype, tensor.shape, [Box((0,) * len(tensor.shape), tensor.shape, view)])
+    return Tensor(tensor.name, dtype, tensor.shape, [Box((0,) * len(tensor.shape), tensor.shape, build_view)])

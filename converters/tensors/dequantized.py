@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.numeric import np
-from converters.tensors.by_rows import ComputedRows, part_of, require, rows_of, tensor_of
-from converters.tensors.dtypes import itemsize, numpy_dtype
+from converters.tensors.by_rows import (
+    ComputedRows,
+    build_computed_tensor,
+    read_region,
+    read_rows,
+    require_tensor,
+)
+from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -39,20 +45,20 @@ _WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
 
 def _as_scale(tensor: Tensor, values: Array) -> Array:
     """Scales in float32, of which each must be finite. Bytes are exponents (OCP's E8M0)."""
-    require(tensor.dtype in _SCALES, tensor, "holds no scales")
+    require_tensor(tensor.dtype in _SCALES, tensor, "holds no scales")
     if values.dtype == np.uint8:
-        values = values.view(numpy_dtype("F8_E8M0"))
-    made = values.astype(np.float32)
-    if not np.isfinite(made).all():
+        values = values.view(to_numpy_dtype("F8_E8M0"))
+    scale = values.astype(np.float32)
+    if not np.isfinite(scale).all():
         raise CheckpointError(f"{tensor.name}: a scale is infinite or NaN")
-    return made
+    return scale
 
 
-def _scaled(values: Array, scale: Array, width: int, named: Tensor) -> Array:
+def _multiply_by_scale(values: Array, scale: Array, width: int, scale_tensor: Tensor) -> Array:
     """`values` times `scale`, a column of which belongs to `width` columns; in place if possible."""
     count, columns = values.shape
     if not scale.all() and np.any(values[np.repeat(scale == 0, width, axis=1)[:, :columns]]):
-        raise CheckpointError(f"{named.name}: the scale of values other than 0 is 0")
+        raise CheckpointError(f"{scale_tensor.name}: the scale of values other than 0 is 0")
     if columns == scale.shape[1] * width:
         values.reshape(count, scale.shape[1], width)[...] *= scale[:, :, None]
         return values
@@ -60,7 +66,7 @@ def _scaled(values: Array, scale: Array, width: int, named: Tensor) -> Array:
     return values
 
 
-class _Grid:
+class _ScaleGrid:
     """Scales (or zero points) of a weight: one for it all, for each row, or for each block of it.
 
     Args:
@@ -70,36 +76,36 @@ class _Grid:
     def __init__(self, scale: Tensor, shape: Shape, block: tuple[int, int] | None = None) -> None:
         *lead, rows, columns = shape
         self.tensor = scale
-        held = tuple(scale.shape)
-        if held in ((), (1,)) and prod(lead) == 1:
-            held = (*lead, 1, 1)
-        elif held == (*lead, rows):
-            held = (*held, 1)
-        elif lead and held == tuple(lead):
-            held = (*held, 1, 1)
-        self._shape = held
-        fits = held[:-2] == tuple(lead) and len(held) == len(shape)
-        if fits and held[-2:] == (1, 1):
+        grid = tuple(scale.shape)
+        if grid in ((), (1,)) and prod(lead) == 1:
+            grid = (*lead, 1, 1)
+        elif grid == (*lead, rows):
+            grid = (*grid, 1)
+        elif lead and grid == tuple(lead):
+            grid = (*grid, 1, 1)
+        self._shape = grid
+        fits = grid[:-2] == tuple(lead) and len(grid) == len(shape)
+        if fits and grid[-2:] == (1, 1):
             self.height, self.width = rows, columns
-        elif fits and block is not None and held[-2:] != (rows, 1):
+        elif fits and block is not None and grid[-2:] != (rows, 1):
             self.height, self.width = block
-            fits = held[-2:] == (-(-rows // block[0]), -(-columns // block[1]))
+            fits = grid[-2:] == (-(-rows // block[0]), -(-columns // block[1]))
         else:
-            fits = fits and not (rows % max(1, held[-2]) or columns % max(1, held[-1])) and 0 not in held
-            self.height, self.width = (rows // held[-2], columns // held[-1]) if fits else (1, 1)
-        require(fits, scale, f"does not belong to a weight of shape {list(shape)}")
+            fits = fits and not (rows % max(1, grid[-2]) or columns % max(1, grid[-1])) and 0 not in grid
+            self.height, self.width = (rows // grid[-2], columns // grid[-1]) if fits else (1, 1)
+        require_tensor(fits, scale, f"does not belong to a weight of shape {list(shape)}")
 
-    def rows(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+    def read_scale_rows(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         """One row for each of these rows of the weight, as it is stored."""
         low, high = first // self.height, (first + count - 1) // self.height + 1
         if len(self.tensor.shape) < len(self._shape):  # of one element, or of one for each row or matrix
-            whole = part_of(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
-            found: Array = whole.reshape(self._shape)[matrix][low:high]
+            scale = read_region(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
+            rows: Array = scale.reshape(self._shape)[matrix][low:high]
         else:
-            found = rows_of(self.tensor, matrix, low, high - low, touched)
+            rows = read_rows(self.tensor, matrix, low, high - low, touched)
         if self.height == 1:
-            return found
-        picked: Array = found[np.arange(first, first + count) // self.height - low]
+            return rows
+        picked: Array = rows[np.arange(first, first + count) // self.height - low]
         return picked
 
     def look_up(
@@ -107,9 +113,9 @@ class _Grid:
     ) -> None:
         """Bytes into floats: the 256 products of each block are made once, and its codes look them up."""
         count = len(codes)
-        scale = _as_scale(self.tensor, self.rows(matrix, first, count, touched))
+        scale = _as_scale(self.tensor, self.read_scale_rows(matrix, first, count, touched))
         if not scale.all():
-            out[...] = _scaled(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
+            out[...] = _multiply_by_scale(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
             return
         columns = codes.shape[1]
         tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.width)[:columns]  # where each begins
@@ -133,20 +139,20 @@ class _Grid:
         self, values: Array, matrix: Shape, first: int, touched: Touched, times: np.float32 | None = None
     ) -> Array:
         """`values`, which are rows from `first` on, multiplied."""
-        scale = _as_scale(self.tensor, self.rows(matrix, first, len(values), touched))
-        return _scaled(values, scale if times is None else scale * times, self.width, self.tensor)
+        scale = _as_scale(self.tensor, self.read_scale_rows(matrix, first, len(values), touched))
+        return _multiply_by_scale(values, scale if times is None else scale * times, self.width, self.tensor)
 
 
 # -- codes of one byte or less, row by row -------------------------------------------------------------------
 
 
-def _codes(tensor: Tensor) -> Array:
+def _build_code_table(tensor: Tensor) -> Array:
     """The float32 value of each byte."""
-    require(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
-    return np.arange(256, dtype=np.uint8).view(numpy_dtype(tensor.dtype)).astype(np.float32)
+    require_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
+    return np.arange(256, dtype=np.uint8).view(to_numpy_dtype(tensor.dtype)).astype(np.float32)
 
 
-def scaled_bytes(
+def dequantize_bytes(
     name: str,
     dtype: str,
     weight: Tensor,
@@ -159,31 +165,31 @@ def scaled_bytes(
 
     Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors `dequantize`.
     """
-    table, shape = _codes(weight), weight.shape
-    require(len(shape) >= 2, weight, "is no matrix")
-    grid = _Grid(scale, shape, block)
-    zeros = None if zero is None else _Grid(zero, shape, block)
+    table, shape = _build_code_table(weight), weight.shape
+    require_tensor(len(shape) >= 2, weight, "is no matrix")
+    grid = _ScaleGrid(scale, shape, block)
+    zeros = None if zero is None else _ScaleGrid(zero, shape, block)
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        values = table.take(rows_of(weight, matrix, first, count, touched).view(np.uint8), mode="wrap")
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        values = table.take(read_rows(weight, matrix, first, count, touched).view(np.uint8), mode="wrap")
         if zeros is not None:
-            below = zeros.rows(matrix, first, count, touched).astype(np.float32)
+            below = zeros.read_scale_rows(matrix, first, count, touched).astype(np.float32)
             values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
         return grid.apply(values, matrix, first, touched)
 
     def look_up(out: Array, matrix: Shape, first: int, touched: Touched) -> None:
-        codes = rows_of(weight, matrix, first, len(out), touched).view(np.uint8)
+        codes = read_rows(weight, matrix, first, len(out), touched).view(np.uint8)
         grid.look_up(table, codes, out, matrix, first, touched)
 
     if zeros is not None or grid.height * grid.width < _WORTH_A_TABLE:
-        return tensor_of(name, dtype, shape, rows)
-    return Tensor.contiguous(name, dtype, shape, ComputedRows(shape, dtype, look_up, 1, _WITH_TABLES))
+        return build_computed_tensor(name, dtype, shape, dequantize_rows)
+    return Tensor.from_source(name, dtype, shape, ComputedRows(shape, dtype, look_up, 1, _WITH_TABLES))
 
 
 _PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=-1)
 
 
-def fp4(
+def dequantize_fp4(
     name: str,
     dtype: str,
     packed: Tensor,
@@ -200,30 +206,32 @@ def fp4(
     Source: OCP Microscaling Formats 1.0; compressed-tensors `nvfp4_quantized`, ModelOpt `NVFP4QTensor`.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    require(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
-    grid = _Grid(scale, shape)
+    require_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
+    grid = _ScaleGrid(scale, shape)
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        held = rows_of(packed, matrix, first, count, touched).view(np.uint8)
-        values = _PAIRS.take(held, axis=0, mode="wrap").reshape(count, shape[-1])
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        codes = read_rows(packed, matrix, first, count, touched).view(np.uint8)
+        values = _PAIRS.take(codes, axis=0, mode="wrap").reshape(count, shape[-1])
         factor = None
         if multiply is not None:
-            factor = _scalar(multiply, touched)
+            factor = _read_scalar(multiply, touched)
         elif divide is not None:
-            scales = _as_scale(scale, grid.rows(matrix, first, count, touched)) / _scalar(divide, touched)
-            return _scaled(values, scales, grid.width, scale)
+            scales = _as_scale(scale, grid.read_scale_rows(matrix, first, count, touched)) / _read_scalar(
+                divide, touched
+            )
+            return _multiply_by_scale(values, scales, grid.width, scale)
         return grid.apply(values, matrix, first, touched, factor)
 
-    return tensor_of(name, dtype, shape, rows)
+    return build_computed_tensor(name, dtype, shape, dequantize_rows)
 
 
-def _scalar(tensor: Tensor, touched: Touched) -> np.float32:
-    require(tensor.numel == 1, tensor, "is not one number")
-    value = part_of(tensor, (0,) * len(tensor.shape), tensor.shape, touched)
+def _read_scalar(tensor: Tensor, touched: Touched) -> np.float32:
+    require_tensor(tensor.numel == 1, tensor, "is not one number")
+    value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, touched)
     return np.float32(_as_scale(tensor, value.reshape(-1))[0])
 
 
-def gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
     """MXFP4 as GPT-OSS stores it: blocks of 16 bytes of a transposed matrix, and a byte of exponent for each.
 
     Args:
@@ -234,26 +242,28 @@ def gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
     """
     *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
     fits = blocks.dtype == "U8" and width == 16
-    require(fits, blocks, "holds no blocks of MXFP4")
+    require_tensor(fits, blocks, "holds no blocks of MXFP4")
     fits = scales.dtype in ("U8", "F8_E8M0") and tuple(scales.shape) == tuple(blocks.shape[:-1])
-    require(fits, scales, f"does not belong to {blocks.name}")
+    require_tensor(fits, scales, f"does not belong to {blocks.name}")
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         low, high = first // 32, -(-(first + count) // 32)
         ones = tuple(1 for _ in matrix)
-        held = part_of(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
-        scale = part_of(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
+        codes = read_region(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
+        scale = read_region(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
         exponents = _as_scale(scales, scale.reshape(columns, high - low))
-        values = _PAIRS.take(held.reshape(columns, -1), axis=0, mode="wrap").reshape(columns, -1)
-        return _scaled(values, exponents, 32, scales).T
+        values = _PAIRS.take(codes.reshape(columns, -1), axis=0, mode="wrap").reshape(columns, -1)
+        return _multiply_by_scale(values, exponents, 32, scales).T
 
-    return tensor_of(name, dtype, (*lead, 32 * groups, columns), rows, align=32, elements=_TRANSPOSED_BLOCK)
+    return build_computed_tensor(
+        name, dtype, (*lead, 32 * groups, columns), dequantize_rows, align=32, elements=_TRANSPOSED_BLOCK
+    )
 
 
 # -- codes in words of 32 bits -------------------------------------------------------------------------------
 
 
-def unpacked(words: Array, bits: int) -> Array:
+def unpack_words(words: Array, bits: int) -> Array:
     """The codes of `bits` bits in words along the first dimension, the lowest bits first.
 
     Args:
@@ -268,17 +278,17 @@ def unpacked(words: Array, bits: int) -> Array:
     if short := -len(words) % wide:
         words = np.pad(words, ((0, short), (0, 0)))
     grouped = words.reshape(-1, wide, words.shape[1])
-    made = np.empty((len(grouped), period, words.shape[1]), np.uint8)
+    codes = np.empty((len(grouped), period, words.shape[1]), np.uint8)
     for i in range(period):
         word, shift = divmod(i * bits, 32)
         value = grouped[:, word] >> np.uint32(shift)
         if shift + bits > 32:
             value = value | grouped[:, word + 1] << np.uint32(32 - shift)
-        made[:, i] = value & np.uint32((1 << bits) - 1)
-    return made.reshape(-1, words.shape[1])
+        codes[:, i] = value & np.uint32((1 << bits) - 1)
+    return codes.reshape(-1, words.shape[1])
 
 
-def packed_rows(
+def dequantize_packed_rows(
     name: str,
     dtype: str,
     packed: Tensor,
@@ -301,43 +311,45 @@ def packed_rows(
     offset = np.float32(1 << (bits - 1))
     count_rows, columns = shape
     fits = packed.dtype == "I32" and tuple(packed.shape) == (count_rows, -(-columns * bits // 32))
-    require(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
-    grid = _Grid(scale, shape if groups is None else (count_rows, scale.shape[-1]))
+    require_tensor(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
+    grid = _ScaleGrid(scale, shape if groups is None else (count_rows, scale.shape[-1]))
     wide = grid._shape[-1]
     if zero is not None:
         fits = zero.dtype == "I32" and tuple(zero.shape) == (-(-count_rows * bits // 32), wide)
-        require(fits, zero, f"does not belong to {scale.name}")
+        require_tensor(fits, zero, f"does not belong to {scale.name}")
     if groups is not None:
-        require(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
+        require_tensor(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        words = rows_of(packed, (), first, count, touched)
-        codes = unpacked(np.ascontiguousarray(words.T), bits)[:columns].T
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        words = read_rows(packed, (), first, count, touched)
+        codes = unpack_words(np.ascontiguousarray(words.T), bits)[:columns].T
         values = codes.astype(np.float32) - offset
-        scales = _as_scale(scale, grid.rows((), first, count, touched))
+        scales = _as_scale(scale, grid.read_scale_rows((), first, count, touched))
         below = None
         if zero is not None:
             low, high = first // 32 * bits, -(-(first + count) * bits // 32)
-            held = unpacked(part_of(zero, (low, 0), (high - low, wide), touched), bits)
-            below = held[first % 32 :][:count].astype(np.float32) - offset
+            zeros = unpack_words(read_region(zero, (low, 0), (high - low, wide), touched), bits)
+            below = zeros[first % 32 :][:count].astype(np.float32) - offset
         if groups is not None:
             index = _group_index(groups, wide, touched)
             values -= 0 if below is None else below[:, index]
-            return _scaled(values, scales[:, index], 1, scale)
+            return _multiply_by_scale(values, scales[:, index], 1, scale)
         if below is not None:
             values -= np.repeat(below, grid.width, axis=1)[:, :columns]
-        return _scaled(values, scales, grid.width, scale)
+        return _multiply_by_scale(values, scales, grid.width, scale)
 
-    return tensor_of(name, dtype, shape, rows)
+    return build_computed_tensor(name, dtype, shape, dequantize_rows)
 
 
 def _group_index(groups: Tensor, count: int, touched: Touched) -> Array:
-    index = part_of(groups, (0,), groups.shape, touched)
-    require(bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups")
+    index = read_region(groups, (0,), groups.shape, touched)
+    require_tensor(
+        bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups"
+    )
     return index
 
 
-def gptq(
+def dequantize_gptq(
     name: str,
     dtype: str,
     parts: Mapping[str, Tensor],
@@ -363,25 +375,27 @@ def gptq(
     fits = bits in allowed and weight.dtype == "I32"
     fits = fits and tuple(weight.shape) == (inputs * bits // 32, outputs)
     of = " or ".join(str(count) for count in allowed)
-    require(fits, weight, f"does not hold {inputs} x {outputs} codes of {of} bits")
+    require_tensor(fits, weight, f"does not hold {inputs} x {outputs} codes of {of} bits")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
-    require(fits, zeros, f"does not belong to {weight.name}")
+    require_tensor(fits, zeros, f"does not belong to {weight.name}")
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         group = _group_index(index, groups, touched)
-        words = part_of(weight, (0, first), (weight.shape[0], count), touched)
+        words = read_region(weight, (0, first), (weight.shape[0], count), touched)
         low, high = first * bits // 32, -(-(first + count) * bits // 32)
-        held = part_of(zeros, (0, low), (groups, high - low), touched)
-        below = unpacked(np.ascontiguousarray(held.T), bits)[:count].T
+        packed_zeros = read_region(zeros, (0, low), (groups, high - low), touched)
+        below = unpack_words(np.ascontiguousarray(packed_zeros.T), bits)[:count].T
         below = (below + np.uint8(first_zero)) & np.uint8((1 << bits) - 1)
-        scale = _as_scale(scales, part_of(scales, (0, first), (groups, count), touched))
-        values = unpacked(words, bits)[:inputs].astype(np.float32) - below.astype(np.float32)[group]
-        return _scaled(values, scale[group], 1, scales).T
+        scale = _as_scale(scales, read_region(scales, (0, first), (groups, count), touched))
+        values = unpack_words(words, bits)[:inputs].astype(np.float32) - below.astype(np.float32)[group]
+        return _multiply_by_scale(values, scale[group], 1, scales).T
 
-    return tensor_of(name, dtype, (outputs, inputs), rows, align=32, elements=_TRANSPOSED_BLOCK)
+    return build_computed_tensor(
+        name, dtype, (outputs, inputs), dequantize_rows, align=32, elements=_TRANSPOSED_BLOCK
+    )
 
 
-def awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
+def dequantize_awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
     """AWQ's codes of 4 bits in words along the output, in the order of its kernel for matrix products.
 
     Args:
@@ -393,33 +407,35 @@ def awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
     inputs = weight.shape[0] if weight.shape else 0
     fits = weight.dtype == "I32" and weight.shape[1:] == (outputs // 8,) and bool(groups) and outputs % 8 == 0
-    require(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
+    require_tensor(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs // 8)
-    require(fits, zeros, f"does not belong to {weight.name}")
+    require_tensor(fits, zeros, f"does not belong to {weight.name}")
 
-    def codes(tensor: Tensor, first: int, count: int, touched: Touched) -> Array:
-        words = part_of(tensor, (0, first // 8), (tensor.shape[0], count // 8), touched).view(np.uint32)
-        made = np.empty((*words.shape, 8), np.uint8)
+    def read_codes(tensor: Tensor, first: int, count: int, touched: Touched) -> Array:
+        words = read_region(tensor, (0, first // 8), (tensor.shape[0], count // 8), touched).view(np.uint32)
+        codes = np.empty((*words.shape, 8), np.uint8)
         for i, column in enumerate(_AWQ_ORDER):
-            made[..., column] = words >> np.uint32(4 * i) & np.uint32(15)
-        return made.reshape(len(words), count)
+            codes[..., column] = words >> np.uint32(4 * i) & np.uint32(15)
+        return codes.reshape(len(words), count)
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        scale = _as_scale(scales, part_of(scales, (0, first), (groups, count), touched))
-        values = codes(weight, first, count, touched).astype(np.float32).reshape(groups, -1, count)
-        values -= codes(zeros, first, count, touched).astype(np.float32)[:, None]
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        scale = _as_scale(scales, read_region(scales, (0, first), (groups, count), touched))
+        values = read_codes(weight, first, count, touched).astype(np.float32).reshape(groups, -1, count)
+        values -= read_codes(zeros, first, count, touched).astype(np.float32)[:, None]
         if not scale.all() and np.any(values[np.broadcast_to(scale[:, None] == 0, values.shape)]):
             raise CheckpointError(f"{scales.name}: the scale of values other than 0 is 0")
         values *= scale[:, None]
         return values.reshape(inputs, count).T
 
-    return tensor_of(name, dtype, (outputs, inputs), rows, align=8, elements=_TRANSPOSED_BLOCK)
+    return build_computed_tensor(
+        name, dtype, (outputs, inputs), dequantize_rows, align=8, elements=_TRANSPOSED_BLOCK
+    )
 
 
 # -- bitsandbytes --------------------------------------------------------------------------------------------
 
 
-def four_bits(
+def dequantize_bnb_4bit(
     name: str,
     dtype: str,
     packed: Tensor,
@@ -442,60 +458,64 @@ def four_bits(
     Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
     """
     total = prod(shape)
-    width = itemsize(packed.dtype)
-    require(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
+    width = get_itemsize(packed.dtype)
+    require_tensor(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
     count_max = -(-total // block)
-    require(parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}")
-    require(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
+    require_tensor(
+        parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}"
+    )
+    require_tensor(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
 
-    def flat(tensor: Tensor, low: int, high: int, touched: Touched) -> Array:
+    def read_flat(tensor: Tensor, low: int, high: int, touched: Touched) -> Array:
         # Stored as (n, 1).
         ends = (1,) * (len(tensor.shape) - 1)
-        return part_of(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
+        return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
 
     def read_codes(low: int, high: int, touched: Touched) -> Array:
         first = low // width
-        elements = np.ascontiguousarray(flat(packed, first, -(-high // width), touched))
+        elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), touched))
         return elements.view(np.uint8)[low - first * width : high - first * width]
 
-    def maxima(low: int, high: int, touched: Touched) -> Array:
-        held = flat(parts["absmax"], low, high, touched)
+    def read_maxima(low: int, high: int, touched: Touched) -> Array:
+        quantized = read_flat(parts["absmax"], low, high, touched)
         if nested is None:
-            return _as_scale(parts["absmax"], held)
-        require(held.dtype == np.uint8, parts["absmax"], "holds no codes of maxima")
+            return _as_scale(parts["absmax"], quantized)
+        require_tensor(quantized.dtype == np.uint8, parts["absmax"], "holds no codes of maxima")
         size, offset = nested
-        table = flat(parts["nested_quant_map"], 0, 256, touched)
-        above = flat(parts["nested_absmax"], low // size, -(-high // size), touched)
+        table = read_flat(parts["nested_quant_map"], 0, 256, touched)
+        above = read_flat(parts["nested_absmax"], low // size, -(-high // size), touched)
         picked = above[np.arange(low, high) // size - low // size]
-        return _as_scale(parts["nested_absmax"], table[held] * picked + np.float32(offset))
+        return _as_scale(parts["nested_absmax"], table[quantized] * picked + np.float32(offset))
 
     columns = shape[-1]
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         low, high = first * columns, (first + count) * columns
-        held = read_codes(low // 2, -(-high // 2), touched)
-        table = flat(parts["quant_map"], 0, 16, touched).astype(np.float32)
-        codes = np.stack([held >> 4, held & 15], axis=-1).reshape(-1)[low - low // 2 * 2 :][: high - low]
+        stored = read_codes(low // 2, -(-high // 2), touched)
+        table = read_flat(parts["quant_map"], 0, 16, touched).astype(np.float32)
+        codes = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)[low - low // 2 * 2 :][: high - low]
         values = table[codes]
-        scale = maxima(low // block, -(-high // block), touched)
+        scale = read_maxima(low // block, -(-high // block), touched)
         values *= scale[np.arange(low, high) // block - low // block]
         return values.reshape(count, columns)
 
-    return tensor_of(name, dtype, shape, rows, made=(prod(shape[:-1]), columns))
+    return build_computed_tensor(
+        name, dtype, shape, dequantize_rows, computed_shape=(prod(shape[:-1]), columns)
+    )
 
 
-def eight_bits(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
+def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
     """bitsandbytes' LLM.int8: bytes times the largest magnitude of their row, divided by 127.
 
     Source: bitsandbytes `functional.py` (`int8_vectorwise_dequant`).
     """
-    require(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
-    grid = _Grid(maxima, weight.shape)
+    require_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
+    grid = _ScaleGrid(maxima, weight.shape)
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        held = rows_of(weight, (), first, count, touched)
-        values = grid.apply(held.astype(np.float32), (), first, touched)
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        codes = read_rows(weight, (), first, count, touched)
+        values = grid.apply(codes.astype(np.float32), (), first, touched)
         values *= _INT8_FACTOR
         return values
 
-    return tensor_of(name, dtype, weight.shape, rows)
+    return build_computed_tensor(name, dtype, weight.shape, dequantize_rows)

@@ -60,7 +60,7 @@ CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I32", "U32"})
 
 
-def itemsize(dtype: str) -> int:
+def get_itemsize(dtype: str) -> int:
     """Return the bytes per element of a safetensors dtype.
 
     Raises:
@@ -83,13 +83,13 @@ def unpack_numbers(dtype: str, data: bytes) -> list[Any] | None:
 
 
 @cache
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
+def to_numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Return the NumPy or ml_dtypes dtype of a safetensors dtype.
 
     Raises:
         CheckpointError: If the dtype is unknown.
     """
-    itemsize(dtype)  # refuses an unknown type
+    get_itemsize(dtype)  # refuses an unknown type
     name = TO_TORCH[dtype]
     # NumPy has the types that do not depend on machine learning, under the names that torch uses.
     return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
@@ -98,4 +98,4 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 @cache
 def map_numpy_dtypes() -> dict[np.dtype[Any], str]:
     """Return the safetensors name of each supported NumPy dtype."""
-    return {numpy_dtype(name): name for name in SUPPORTED}
+    return {to_numpy_dtype(name): name for name in SUPPORTED}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 
 if TYPE_CHECKING:
     from converters.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)
-class Entry:
+class OutputTensor:
     """Tensor to write.
 
     Attributes:
@@ -28,4 +28,4 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Size of the written tensor in bytes."""
-        return self.tensor.numel * itemsize(self.dtype)
+        return self.tensor.numel * get_itemsize(self.dtype)

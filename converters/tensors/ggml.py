@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.tensors.by_rows import rows_of, tensor_of
-from converters.tensors.casting import rounded
+from converters.tensors.by_rows import build_computed_tensor, read_rows
+from converters.tensors.casting import round_to_dtype
 
 if TYPE_CHECKING:
     from converters.storage.bytes import Touched
@@ -15,7 +15,7 @@ KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
 BLOCK = 32  # elements, of each of these kinds
 
 
-def ggml_blocks(tensor: Tensor, kind: str) -> Tensor:
+def quantize_to_ggml(tensor: Tensor, kind: str) -> Tensor:
     """`tensor` as the bytes of blocks, along its last dimension, which `BLOCK` divides.
 
     Args:
@@ -26,9 +26,11 @@ def ggml_blocks(tensor: Tensor, kind: str) -> Tensor:
     number = GGMLQuantizationType[kind]
     size, columns = GGML_QUANT_SIZES[number][1], tensor.shape[-1]
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        stored = rows_of(tensor, matrix, first, count, touched)
-        made: Array = quants.quantize(rounded(stored, "F32"), number)
-        return made
+    def quantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        stored = read_rows(tensor, matrix, first, count, touched)
+        blocks: Array = quants.quantize(round_to_dtype(stored, "F32"), number)
+        return blocks
 
-    return tensor_of(tensor.name, "U8", (*tensor.shape[:-1], columns // BLOCK * size), rows)
+    return build_computed_tensor(
+        tensor.name, "U8", (*tensor.shape[:-1], columns // BLOCK * size), quantize_rows
+    )

@@ -1,7 +1,7 @@
 """Tensors made of regions of other tensors, read lazily: parts, joints, transposes, reshapes.
 
-A region of a tensor is a strided view of its row-major bytes; `source_of` gives those for a tensor in any
-pieces.
+A region of a tensor is a strided view of its row-major bytes; `to_row_major_source` gives those for a tensor
+in any pieces.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.numeric import np
-from converters.tensors.by_rows import tensor_of
-from converters.tensors.dtypes import itemsize, numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, row_major
+from converters.tensors.by_rows import build_computed_tensor
+from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,111 +31,115 @@ class _RowMajor:
         self.tensor = tensor
         self.nbytes = tensor.nbytes
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        width = itemsize(self.tensor.dtype)
-        low, start = divmod(at, width)
-        stop = -(-(at + len(buffer)) // width)
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        width = get_itemsize(self.tensor.dtype)
+        low, start = divmod(offset, width)
+        stop = -(-(offset + len(buffer)) // width)
         if start == 0 and len(buffer) % width == 0:
-            self.tensor.fill_flat(np.frombuffer(buffer, numpy_dtype(self.tensor.dtype)), low, touched)
+            self.tensor.fill_flat(np.frombuffer(buffer, to_numpy_dtype(self.tensor.dtype)), low, touched)
             return
-        whole = np.empty(stop - low, numpy_dtype(self.tensor.dtype))
-        self.tensor.fill_flat(whole, low, touched)
-        buffer[:] = whole.view(np.uint8).data[start : start + len(buffer)]
+        elements = np.empty(stop - low, to_numpy_dtype(self.tensor.dtype))
+        self.tensor.fill_flat(elements, low, touched)
+        buffer[:] = elements.view(np.uint8).data[start : start + len(buffer)]
 
 
-def source_of(tensor: Tensor) -> Source:
+def to_row_major_source(tensor: Tensor) -> Source:
     """The row-major bytes of a tensor in any pieces."""
-    return tensor.run() or _RowMajor(tensor)
+    return tensor.find_run() or _RowMajor(tensor)
 
 
-def region(tensor: Tensor, at: Sequence[int], lows: Sequence[int], sizes: Sequence[int]) -> Box:
-    """A box at `at` with the region of `tensor` that begins at `lows`."""
-    strides = row_major(tensor.shape, itemsize(tensor.dtype))
+def place_region(tensor: Tensor, offsets: Sequence[int], lows: Sequence[int], sizes: Sequence[int]) -> Box:
+    """A box at `offsets` with the region of `tensor` that begins at `lows`."""
+    strides = compute_row_major_strides(tensor.shape, get_itemsize(tensor.dtype))
     begin = sum(low * stride for low, stride in zip(lows, strides, strict=True))
-    return Box(tuple(at), tuple(sizes), lambda: View(source_of(tensor), begin, strides))
+    return Box(tuple(offsets), tuple(sizes), lambda: View(to_row_major_source(tensor), begin, strides))
 
 
-def part(tensor: Tensor, dim: int, low: int, count: int) -> Tensor:
+def slice_tensor(tensor: Tensor, dim: int, low: int, count: int) -> Tensor:
     """The elements [low, low + count) along one dimension."""
     lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
     lows[dim], sizes[dim] = low, count
-    return Tensor(tensor.name, tensor.dtype, sizes, [region(tensor, [0] * len(sizes), lows, sizes)])
+    return Tensor(tensor.name, tensor.dtype, sizes, [place_region(tensor, [0] * len(sizes), lows, sizes)])
 
 
-def joined(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
+def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Tensors end to end along one dimension; the first decides the dtype, and the other sizes."""
     shape, boxes = list(tensors[0].shape), []
     shape[dim] = 0
     for tensor in tensors:
-        at = [0] * len(shape)
-        at[dim] = shape[dim]
-        boxes.append(region(tensor, at, [0] * len(at), tensor.shape))
+        offsets = [0] * len(shape)
+        offsets[dim] = shape[dim]
+        boxes.append(place_region(tensor, offsets, [0] * len(offsets), tensor.shape))
         shape[dim] += tensor.shape[dim]
     return Tensor(name, tensors[0].dtype, shape, boxes)
 
 
-def transposed(tensor: Tensor) -> Tensor:
+def transpose_matrix(tensor: Tensor) -> Tensor:
     """The transpose of a matrix."""
     length, columns = tensor.shape
-    size = itemsize(tensor.dtype)
+    size = get_itemsize(tensor.dtype)
     row = max(1, length * size)
     step = max(1, _TILE_BYTES // row, min(_AT_LEAST // size, _LARGEST_TILE // row))
 
-    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        made = np.empty((count, length), numpy_dtype(tensor.dtype))
-        below = np.empty((max(1, min(length, 1 << 8)), count), made.dtype)
+    def transpose_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        transposed_rows = np.empty((count, length), to_numpy_dtype(tensor.dtype))
+        below = np.empty((max(1, min(length, 1 << 8)), count), transposed_rows.dtype)
         for low in range(0, length, len(below)):
             part = below[: min(len(below), length - low)]
             tensor.fill(part, (low, first), touched)
-            made[:, low : low + len(part)] = part.T
-        return made
+            transposed_rows[:, low : low + len(part)] = part.T
+        return transposed_rows
 
-    return tensor_of(tensor.name, tensor.dtype, (columns, length), rows, elements=step * length)
+    return build_computed_tensor(
+        tensor.name, tensor.dtype, (columns, length), transpose_rows, elements=step * length
+    )
 
 
-def permuted(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:
+def permute_split_dims(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:
     """`tensor.reshape(split).permute(order).reshape(tensor.shape)`.
 
     Rotary embeddings pair the rows of a head in two ways: with (heads, 2, half, ...) and (0, 2, 1, ...), the
     first half's rows alternate with the second's.
     """
-    return reshaped(turned(reshaped(tensor, split), order), tensor.shape)
+    return reshape_tensor(permute_dims(reshape_tensor(tensor, split), order), tensor.shape)
 
 
-def selected(tensor: Tensor, dim: int, index: int) -> Tensor:
+def select_index(tensor: Tensor, dim: int, index: int) -> Tensor:
     """`tensor.select(dim, index)`: one layer of a stack."""
 
-    def without(sizes: Sequence[int]) -> Shape:
+    def drop_dim(sizes: Sequence[int]) -> Shape:
         return (*sizes[:dim], *sizes[dim + 1 :])
 
-    def cut(box: Box) -> Box:
-        def view() -> View:
-            held = box.view
-            at = held.offset + (index - box.offsets[dim]) * held.strides[dim]
-            return View(held.source, at, without(held.strides))
+    def select_box(box: Box) -> Box:
+        def build_view() -> View:
+            box_view = box.view
+            offset = box_view.offset + (index - box.offsets[dim]) * box_view.strides[dim]
+            return View(box_view.source, offset, drop_dim(box_view.strides))
 
-        return Box(without(box.offsets), without(box.sizes), view)
+        return Box(drop_dim(box.offsets), drop_dim(box.sizes), build_view)
 
-    boxes = [cut(box) for box in tensor.boxes if 0 <= index - box.offsets[dim] < box.sizes[dim]]
-    return Tensor(tensor.name, tensor.dtype, without(tensor.shape), boxes)
+    boxes = [select_box(box) for box in tensor.boxes if 0 <= index - box.offsets[dim] < box.sizes[dim]]
+    return Tensor(tensor.name, tensor.dtype, drop_dim(tensor.shape), boxes)
 
 
-def turned(tensor: Tensor, order: Sequence[int]) -> Tensor:
+def permute_dims(tensor: Tensor, order: Sequence[int]) -> Tensor:
     """`tensor.permute(order)`."""
 
-    def along(values: Sequence[int]) -> Shape:
+    def permute_values(values: Sequence[int]) -> Shape:
         return tuple(values[dim] for dim in order)
 
-    def turn(box: Box) -> Box:
-        def view() -> View:
-            held = box.view
-            return View(held.source, held.offset, along(held.strides))
+    def permute_box(box: Box) -> Box:
+        def build_view() -> View:
+            box_view = box.view
+            return View(box_view.source, box_view.offset, permute_values(box_view.strides))
 
-        return Box(along(box.offsets), along(box.sizes), view)
+        return Box(permute_values(box.offsets), permute_values(box.sizes), build_view)
 
-    return Tensor(tensor.name, tensor.dtype, along(tensor.shape), [turn(box) for box in tensor.boxes])
+    return Tensor(
+        tensor.name, tensor.dtype, permute_values(tensor.shape), [permute_box(box) for box in tensor.boxes]
+    )
 
 
-def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def reshape_tensor(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """`tensor.reshape(shape)`."""
-    return Tensor.contiguous(tensor.name, tensor.dtype, shape, _RowMajor(tensor))
+    return Tensor.from_source(tensor.name, tensor.dtype, shape, _RowMajor(tensor))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from converters.errors import CheckpointError
 from converters.numeric import np
 from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
-from converters.tensors.dtypes import itemsize, numpy_dtype, unpack_numbers
+from converters.tensors.dtypes import get_itemsize, to_numpy_dtype, unpack_numbers
 from converters.tensors.tiling import check_boxes_tile
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Tensor:
     _contiguous_source: tuple[Source, int]
 
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-        shape = possible_shape(name, dtype, shape)
+        shape = check_shape(name, dtype, shape)
         check_boxes_tile(name, shape, [(box.offsets, box.sizes) for box in boxes])
         self._set_fields(name, dtype, shape, boxes)
 
@@ -139,7 +139,7 @@ class Tensor:
         self._dim0_max_stops = list(accumulate(stops, max))
 
     @classmethod
-    def contiguous(
+    def from_source(
         cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
     ) -> Tensor:
         """Create a tensor whose elements are contiguous in a single source, in row-major order.
@@ -159,7 +159,7 @@ class Tensor:
         """
         # Delay creating the box until it is accessed, because a checkpoint may contain 100,000 tensors.
         tensor = cls.__new__(cls)
-        tensor.name, tensor.dtype, tensor.shape = name, dtype, possible_shape(name, dtype, shape)
+        tensor.name, tensor.dtype, tensor.shape = name, dtype, check_shape(name, dtype, shape)
         tensor._boxes, tensor._contiguous_source = None, (source, offset)
         return tensor
 
@@ -168,7 +168,7 @@ class Tensor:
         """Pieces of the tensor, which are guaranteed to cover each element exactly once."""
         if self._boxes is None:
             source, offset = self._contiguous_source
-            view = View(source, offset, row_major(self.shape, itemsize(self.dtype)))
+            view = View(source, offset, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
             self._boxes = [] if 0 in self.shape else [Box((0,) * len(self.shape), self.shape, view)]
         return self._boxes
 
@@ -185,7 +185,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Total size in bytes of the elements in their stored dtype."""
-        return self.numel * itemsize(self.dtype)
+        return self.numel * get_itemsize(self.dtype)
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)})"
@@ -211,7 +211,7 @@ class Tensor:
             ValueError: If `index` or `out` is not compatible with the tensor.
         """
         starts, sizes = self._resolve_index(index)
-        dtype = numpy_dtype(self.dtype)
+        dtype = to_numpy_dtype(self.dtype)
         if out is None:
             out = np.empty(sizes, dtype)
         elif out.shape != sizes:
@@ -266,7 +266,7 @@ class Tensor:
                 overlap = out[tuple(out_slices)] if out_slices else out
                 _copy_region(overlap, view.source, offset, view.strides, unverified_spans)
 
-    def blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[Array]:
+    def iter_blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[Array]:
         """Iterate over blocks of elements in row-major order without verifying the stored CRCs.
 
         All blocks share the same buffer, so each block is valid only until the next block is requested.
@@ -279,7 +279,7 @@ class Tensor:
         Yields:
             Blocks of elements as 1-D arrays.
         """
-        dtype = numpy_dtype(self.dtype)
+        dtype = to_numpy_dtype(self.dtype)
         block_numel, row_numel = max(1, nbytes // dtype.itemsize), 1
         # Each block consists of complete rows. A row is the largest block of trailing dimensions that fits.
         for size in reversed(self.shape):
@@ -287,7 +287,10 @@ class Tensor:
                 break
             row_numel *= max(1, size)
         block_numel -= block_numel % row_numel
-        buffer, source = np.empty(min(block_numel, self.numel), dtype), self.run() if self.numel else None
+        buffer, source = (
+            np.empty(min(block_numel, self.numel), dtype),
+            self.find_run() if self.numel else None,
+        )
         for start in range(0, self.numel, block_numel):
             block = buffer[: self.numel - start]
             if source is None:
@@ -300,17 +303,17 @@ class Tensor:
         """Read the tensor as a Python number or nested lists of numbers, like `torch.Tensor.tolist`."""
         if not self.shape:
             unverified_spans: Touched = set()
-            data = b"".join(map(bytes, self.byte_blocks(self.nbytes, unverified_spans)))
+            data = b"".join(map(bytes, self.iter_byte_blocks(self.nbytes, unverified_spans)))
             for span in unverified_spans:
                 span.verify()
             if (numbers := unpack_numbers(self.dtype, data)) is not None:
                 return numbers[0]
         return self.read().tolist()
 
-    def byte_blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[memoryview]:
+    def iter_byte_blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[memoryview]:
         """Iterate over the bytes of the elements in row-major order, in blocks that share one buffer.
 
-        Unlike `blocks`, this method does not use NumPy if the tensor's elements are stored in order.
+        Unlike `iter_blocks`, this method does not use NumPy if the tensor's elements are stored in order.
 
         Args:
             nbytes: Maximum block size in bytes. Each block contains at least one element.
@@ -320,12 +323,12 @@ class Tensor:
         Yields:
             Blocks of bytes.
         """
-        source = self.run() if self.numel else None
+        source = self.find_run() if self.numel else None
         if source is None:
-            for block in self.blocks(nbytes, unverified_spans):
+            for block in self.iter_blocks(nbytes, unverified_spans):
                 yield block.view(np.uint8).data
             return
-        size = itemsize(self.dtype)
+        size = get_itemsize(self.dtype)
         buffer = memoryview(bytearray(min(max(1, nbytes // size) * size, self.nbytes)))
         for start in range(0, self.nbytes, len(buffer)):
             data = buffer[: self.nbytes - start]
@@ -364,8 +367,8 @@ class Tensor:
                 )
             start, out = start + count, out[count:]
 
-    def verified_blocks(self, nbytes: int) -> Iterator[Array]:
-        """Iterate over the same blocks as `blocks`, and verify the stored CRCs after the last block.
+    def iter_verified_blocks(self, nbytes: int) -> Iterator[Array]:
+        """Iterate over the same blocks as `iter_blocks`, and verify the stored CRCs after the last block.
 
         Args:
             nbytes: Maximum block size in bytes. Each block contains at least one element.
@@ -378,7 +381,7 @@ class Tensor:
                 after the last block.
         """
         unverified_spans: Touched = set()
-        yield from self.blocks(nbytes, unverified_spans)
+        yield from self.iter_blocks(nbytes, unverified_spans)
         for span in unverified_spans:
             span.verify()
 
@@ -387,7 +390,7 @@ class Tensor:
         for box in self._boxes or ():
             box.release()
 
-    def whole_span(self, *, located: bool = False) -> FileSpan | None:
+    def find_span(self, *, located: bool = False) -> FileSpan | None:
         """Return the file span that contains exactly the tensor's elements, in row-major order.
 
         The bytes of the span can be copied directly from one file to another.
@@ -406,24 +409,24 @@ class Tensor:
         span = view.source
         if not isinstance(span, FileSpan) or not span.resolved:
             return None
-        if view.strides != row_major(self.shape, itemsize(self.dtype)):
+        if view.strides != compute_row_major_strides(self.shape, get_itemsize(self.dtype)):
             return None
         return span.file.span(span.offset + view.offset, self.nbytes)
 
-    def run(self) -> Source | None:
+    def find_run(self) -> Source | None:
         """Return a source that contains exactly the tensor's elements, in row-major order.
 
         Returns:
             The source, or None if a box is not row-major or extends beyond its source, or if the tensor is
             split along a dimension other than 0.
         """
-        strides = row_major(self.shape, itemsize(self.dtype))
+        strides = compute_row_major_strides(self.shape, get_itemsize(self.dtype))
         sources = []
         for box in self.boxes:
             if box.sizes[1:] != self.shape[1:]:
                 return None
             view = box.view
-            nbytes = box.sizes[0] * strides[0] if strides else itemsize(self.dtype)
+            nbytes = box.sizes[0] * strides[0] if strides else get_itemsize(self.dtype)
             strides_differ = any(
                 size > 1 and stride != box_stride
                 for size, stride, box_stride in zip(box.sizes, strides, view.strides, strict=True)
@@ -482,7 +485,7 @@ def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
     )
 
 
-def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
+def check_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
     """Check that a shape is within PyTorch's limits, and return it as a tuple.
 
     The number of dimensions and the individual sizes are checked before the sizes are multiplied, because a
@@ -511,7 +514,7 @@ def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
             f"{name}: impossible shape with a size that is negative or at least 2**63; "
             "the file is damaged, so restore it from a backup"
         )
-    if prod(shape) * itemsize(dtype) > _MAX_BYTES:
+    if prod(shape) * get_itemsize(dtype) > _MAX_BYTES:
         raise CheckpointError(
             f"{name}: impossible shape {list(shape)} with 2**63 bytes or more; "
             "the file is damaged, so restore it from a backup"
@@ -519,7 +522,7 @@ def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
     return shape
 
 
-def row_major(shape: Sequence[int], itemsize: int) -> Shape:
+def compute_row_major_strides(shape: Sequence[int], itemsize: int) -> Shape:
     """Return the strides of a contiguous array in row-major order.
 
     Args:
@@ -551,7 +554,7 @@ def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unveri
     if len(dims) < out.ndim:
         out = out[tuple(slice(None) if size != 1 else 0 for size in out.shape)] if dims else out.reshape(())
         strides = tuple(strides[dim] for dim in dims)
-    if out.flags.c_contiguous and strides == row_major(out.shape, itemsize):
+    if out.flags.c_contiguous and strides == compute_row_major_strides(out.shape, itemsize):
         source.read_into(out.reshape(-1).view(np.uint8).data, offset, unverified_spans)
         return
     # A compressed source exposes its decompressed content as a buffer, so copy the region out of it directly.

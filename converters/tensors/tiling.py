@@ -53,11 +53,11 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
     live.sort(key=lambda box: box[0][dim])
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):
         return
-    if _uneven(name, shape, live):
+    if _is_uneven(name, shape, live):
         raise CheckpointError(f"{name}: elements are missing from the files, and pieces overlap")
 
 
-def _uneven(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
+def _is_uneven(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     """Whether the boxes, which have the volume of `shape`, do not cover each point exactly once.
 
     Give each corner of a box a sign: - if the box ends there along an odd number of dimensions, else +. The
@@ -72,6 +72,8 @@ def _uneven(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     for sign, (offsets, sizes) in ((-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)):
         edges = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]
         for corner in product(*edges):
-            at = repr([at for at, _ in corner])  # as text: numbers can be chosen to collide
-            corners[at] = corners.get(at, 0) + sign * prod(one for _, one in corner)
+            corner_key = repr([edge for edge, _ in corner])  # as text: numbers can be chosen to collide
+            corners[corner_key] = corners.get(corner_key, 0) + sign * prod(
+                edge_sign for _, edge_sign in corner
+            )
     return any(corners.values())

@@ -1,9 +1,9 @@
 """Conversion plans and the code that carries them out, shared by all writers.
 
-A writer builds a `Plan` that describes the output files. Each file is a sequence of literal bytes, tensors,
-and trailers. Everything except the tensor data and its checksums is known before writing starts, so a plan
-can be printed, measured, and checked against the free disk space. `carry_out` then streams the tensor data to
-the files.
+A writer builds a `ConversionPlan` that describes the output files. Each file is a sequence of literal bytes,
+tensors, and trailers. Everything except the tensor data and its checksums is known before writing starts, so
+a plan can be printed, measured, and checked against the free disk space. `carry_out` then streams the tensor
+data to the files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.limits import MAX_GROUP_VALUES
 from converters.names.code_names import find_quantized_modules
@@ -30,13 +30,13 @@ from converters.storage.output_file import FLUSH_BYTES
 from converters.storage.path_or_url import in_store, resolve_links
 from converters.storage.places import files_below, side_by_side
 from converters.storage.safe_open import open_regular
-from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
-from converters.tensors.dtypes import itemsize
-from converters.tensors.entry import Entry
+from converters.tensors.casting import BLOCK_BYTES, CastLosses, cast_blocks, cast_dtype, parse_dtype
+from converters.tensors.dtypes import get_itemsize
+from converters.tensors.entry import OutputTensor
 from converters.tensors.tensor import Tensor
-from converters.writers.draft import check_output, join_output, new_output
-from converters.writers.parallel import in_parallel, interleaved, threads
-from converters.writers.plan import Part, Plan, PlannedFile, Trailer, count_bytes
+from converters.writers.draft import check_output, join_output, open_output
+from converters.writers.parallel import count_threads, interleave_jobs, run_jobs
+from converters.writers.plan import ConversionPlan, Part, PlannedFile, Trailer, count_bytes
 from converters.writers.writer_group import check_same_plan, compute_plan_digest, deal_files
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Choices:
     optimizer: bool = False
 
 
-def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[Entry]:
+def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[OutputTensor]:
     """List the model tensors to write, with their output dtypes.
 
     Args:
@@ -116,7 +116,7 @@ def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) 
         module, _, leaf = name.rpartition(".")
         return cast_dtype(tensor, None if module in quantized_modules and leaf != "bias" else target_dtype)
 
-    return [Entry(name, choose_dtype(name, tensor), tensor) for name, tensor in tensors.items()]
+    return [OutputTensor(name, choose_dtype(name, tensor), tensor) for name, tensor in tensors.items()]
 
 
 def _check_tensor_name(name: str, root: Place) -> None:
@@ -129,7 +129,7 @@ def _check_tensor_name(name: str, root: Place) -> None:
         ) from None
 
 
-def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
+def require_optimizer(checkpoint: Checkpoint) -> OptimizerState:
     """Return the checkpoint's optimizer state, raising an error if it has none.
 
     Args:
@@ -147,7 +147,7 @@ def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
     return optimizer
 
 
-def plain_groups(optimizer: OptimizerState) -> ParamGroups:
+def to_plain_groups(optimizer: OptimizerState) -> ParamGroups:
     """Convert the parameter groups to plain Python objects, for example to write them as JSON.
 
     Args:
@@ -156,7 +156,7 @@ def plain_groups(optimizer: OptimizerState) -> ParamGroups:
     Returns:
         The parameter groups as dicts, lists, strings, and numbers. Only `betas` is a tuple, as in PyTorch.
     """
-    groups: ParamGroups = plain(optimizer.param_groups, limit=MAX_GROUP_VALUES)
+    groups: ParamGroups = to_json_value(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
         {
             key: tuple(value) if key == "betas" and isinstance(value, list) else value
@@ -166,7 +166,7 @@ def plain_groups(optimizer: OptimizerState) -> ParamGroups:
     ]
 
 
-def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, Entry]]:
+def list_optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, OutputTensor]]:
     """List the optimizer state tensors to write.
 
     Numbers are converted to 0-D tensors, and tensors keep their dtypes.
@@ -188,11 +188,11 @@ def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str,
             tensor = (
                 value if isinstance(value, Tensor) else _make_scalar_tensor(f"{name}.{state_name}", value)
             )
-            entries.append((name, state_name, Entry(f"{name}.{state_name}", tensor.dtype, tensor)))
+            entries.append((name, state_name, OutputTensor(f"{name}.{state_name}", tensor.dtype, tensor)))
     return entries
 
 
-def shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
+def split_into_shards(entries: Iterable[OutputTensor], max_bytes: int) -> list[list[OutputTensor]]:
     """Group tensors into shards of limited size, preserving their order.
 
     Args:
@@ -209,7 +209,7 @@ def shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
         raise CheckpointError(
             f"max_shard_size: {max_bytes} is not a positive number of bytes; specify at least 1"
         )
-    entries_by_shard: list[list[Entry]] = [[]]
+    entries_by_shard: list[list[OutputTensor]] = [[]]
     shard_bytes = 0
     for entry in entries:
         if entries_by_shard[-1] and shard_bytes + entry.nbytes > max_bytes:
@@ -246,12 +246,12 @@ class Options(TypedDict, total=False):
 
 def carry_out(
     checkpoint: Checkpoint,
-    make_plan: Callable[[], Plan],
+    make_plan: Callable[[], ConversionPlan],
     out: Place,
     *,
     single: bool = False,
     **options: Unpack[Options],
-) -> Plan:
+) -> ConversionPlan:
     """Write a plan atomically.
 
     On a local disk, the output is written under a temporary name and renamed to `out` once it is complete. In
@@ -289,19 +289,19 @@ def carry_out(
         _write_small_files(draft, plan)
         if verify:
             num_threads = draft.threads or side_by_side(checkpoint.root)
-            in_parallel(_iter_verify_jobs(draft.folder, plan), update, num_threads)
+            run_jobs(_iter_verify_jobs(draft.folder, plan), update, num_threads)
     return plan
 
 
 def _carry_out_in_group(
     checkpoint: Checkpoint,
-    make_plan: Callable[[], Plan],
+    make_plan: Callable[[], ConversionPlan],
     out: Place,
     group: WriterGroup,
     *,
     single: bool,
     options: Options,
-) -> Plan:
+) -> ConversionPlan:
     """Write a plan together with other processes. The arguments and errors are those of `carry_out`.
 
     Each process writes the files that `deal_files` assigns to it to the draft that process 0 has created. A
@@ -310,7 +310,7 @@ def _carry_out_in_group(
     leads = group.number == 0
     if single or options.get("verify", False):
         raise TypeError("group: a single file, or an output that is verified, has one writer")
-    plans: list[Plan] = []
+    plans: list[ConversionPlan] = []
     created: list[FolderOutput | StoreOutput] = []  # empty except in process 0
     with ExitStack() as stack:
 
@@ -356,8 +356,13 @@ def _carry_out_in_group(
 
 
 def _plan_output(
-    checkpoint: Checkpoint, make_plan: Callable[[], Plan], out: Place, *, single: bool, options: Options
-) -> tuple[Place, Plan]:
+    checkpoint: Checkpoint,
+    make_plan: Callable[[], ConversionPlan],
+    out: Place,
+    *,
+    single: bool,
+    options: Options,
+) -> tuple[Place, ConversionPlan]:
     """Check the output and plan its files; returns the absolute path of the output and the plan."""
     target = check_output(
         out,
@@ -372,10 +377,10 @@ def _plan_output(
 
 
 def _open_output(
-    target: Place, plan: Plan, *, single: bool, options: Options
+    target: Place, plan: ConversionPlan, *, single: bool, options: Options
 ) -> AbstractContextManager[FolderOutput | StoreOutput]:
-    """Return the context in which the files of a plan are written; see `new_output`."""
-    return new_output(
+    """Return the context in which the files of a plan are written; see `open_output`."""
+    return open_output(
         target,
         needed=plan.nbytes,
         overwrite=options.get("overwrite", False),
@@ -388,19 +393,23 @@ def _open_output(
 
 
 def _write_files(
-    checkpoint: Checkpoint, draft: Output, plan: Plan, files: Sequence[PlannedFile], update: Progress
+    checkpoint: Checkpoint,
+    draft: Output,
+    plan: ConversionPlan,
+    files: Sequence[PlannedFile],
+    update: Progress,
 ) -> None:
     """Write files of a plan, and verify every checksum of the source that their tensors depend on."""
     num_threads = draft.threads or side_by_side(checkpoint.root)
     unverified_spans: Touched = set()
     late_jobs: list[Job] = []
-    in_parallel(_iter_write_jobs(draft, plan, files, unverified_spans, late_jobs), update, num_threads)
-    in_parallel(iter(late_jobs), update, num_threads)
+    run_jobs(_iter_write_jobs(draft, plan, files, unverified_spans, late_jobs), update, num_threads)
+    run_jobs(iter(late_jobs), update, num_threads)
     for span in unverified_spans:
         span.verify()
 
 
-def _write_small_files(draft: FolderOutput | StoreOutput, plan: Plan) -> None:
+def _write_small_files(draft: FolderOutput | StoreOutput, plan: ConversionPlan) -> None:
     """Write the documents of a plan and copy its companion files."""
     for name, data in plan.documents.items():
         draft.write(name, data)
@@ -421,21 +430,21 @@ def _open_progress_bar(total: int, target: Place, options: Options) -> Iterator[
         yield bar.update
 
 
-def _iter_copied_spans(plan: Plan) -> Iterator[FileSpan]:
+def _iter_copied_spans(plan: ConversionPlan) -> Iterator[FileSpan]:
     """Yield the file spans that `_write_entry` copies directly from file to file."""
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
             if (
-                isinstance(part, Entry)
+                isinstance(part, OutputTensor)
                 and part.dtype == part.tensor.dtype
                 and not isinstance(next_part, Trailer)
             ):
-                span = part.tensor.whole_span(located=True)
+                span = part.tensor.find_span(located=True)
                 if span is not None:
                     yield span
 
 
-def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> None:
+def check_expansion(checkpoint: Checkpoint, plan: ConversionPlan, *, allowed: bool) -> None:
     """Check that the output of a plan is not much larger than the source files.
 
     In a pickle file, a tensor with a stride of 0 repeats the same elements, and many tensors can share the
@@ -507,15 +516,15 @@ def _count_data_bytes(path: Path, size: int) -> int:
 def _make_scalar_tensor(name: str, value: Scalar) -> Tensor:
     """Create a 0-D tensor: BOOL for a bool, I64 for an integer that fits in 64 bits, otherwise F64."""
     if isinstance(value, bool):
-        return Tensor.contiguous(name, "BOOL", (), Memory(bytes([value])))
+        return Tensor.from_source(name, "BOOL", (), Memory(bytes([value])))
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
-        return Tensor.contiguous(name, "I64", (), Memory(value.to_bytes(8, "little", signed=True)))
-    return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
+        return Tensor.from_source(name, "I64", (), Memory(value.to_bytes(8, "little", signed=True)))
+    return Tensor.from_source(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
 def _iter_write_jobs(
     draft: Output,
-    plan: Plan,
+    plan: ConversionPlan,
     files: Sequence[PlannedFile],
     unverified_spans: Touched,
     late_jobs: list[Job],
@@ -537,9 +546,9 @@ def _iter_write_jobs(
     def iter_file_jobs(file: PlannedFile) -> Iterator[Job]:
         # In an object store, more threads keep pieces in memory.
         pieces = list(_group_parts(file.parts, FLUSH_BYTES // 4 if draft.threads else FLUSH_BYTES))
-        output_file = draft.file(file.name, [nbytes for nbytes, _ in pieces])
+        output_file = draft.create_file(file.name, [nbytes for nbytes, _ in pieces])
         for index, (_, parts) in enumerate(pieces):
-            job = partial(_write_piece, output_file.piece(index), parts, unverified_spans, plan.losses)
+            job = partial(_write_piece, output_file.get_piece(index), parts, unverified_spans, plan.losses)
             if parts and isinstance(parts[-1], Trailer) and parts[-1].late:
                 late_jobs.append(job)
             else:
@@ -548,7 +557,7 @@ def _iter_write_jobs(
     # On a local disk, alternate between files, because the kernel allows only one thread at a time to write
     # to a file. In an object store, write one file at a time, because several threads prepare the pieces of
     # each file in parallel, but the pieces must be uploaded in order.
-    return interleaved(map(iter_file_jobs, files), 1 if draft.threads else threads())
+    return interleave_jobs(map(iter_file_jobs, files), 1 if draft.threads else count_threads())
 
 
 def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, list[Part]]]:
@@ -572,12 +581,12 @@ def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, l
 
 
 def _write_piece(
-    piece: OutputPiece, parts: list[Part], unverified_spans: Touched, losses: Losses, progress: Progress
+    piece: OutputPiece, parts: list[Part], unverified_spans: Touched, losses: CastLosses, progress: Progress
 ) -> None:
     """Write the parts of a piece to the output file."""
     crc = 0
     for i, part in enumerate(parts):
-        if isinstance(part, Entry):
+        if isinstance(part, OutputTensor):
             has_trailer = i + 1 < len(parts) and isinstance(parts[i + 1], Trailer)
             crc = _write_entry(piece, part, unverified_spans, losses, progress, compute_crc=has_trailer)
         else:
@@ -589,16 +598,16 @@ def _write_piece(
 
 def _write_entry(
     piece: OutputPiece,
-    entry: Entry,
+    entry: OutputTensor,
     unverified_spans: Touched,
-    losses: Losses,
+    losses: CastLosses,
     progress: Progress,
     *,
     compute_crc: bool,
 ) -> int:
     """Write a tensor and return the CRC32 of its data, or 0 if `compute_crc` is False."""
     if not compute_crc and entry.dtype == entry.tensor.dtype:
-        span = entry.tensor.whole_span()
+        span = entry.tensor.find_span()
         if span is not None and piece.copy(span, progress):
             return 0
     crc = 0
@@ -620,16 +629,18 @@ def _write_entry(
     return crc
 
 
-def _iter_output_bytes(entry: Entry, unverified_spans: Touched, losses: Losses) -> Iterator[memoryview]:
+def _iter_output_bytes(
+    entry: OutputTensor, unverified_spans: Touched, losses: CastLosses
+) -> Iterator[memoryview]:
     """Iterate over the bytes of a tensor in its output dtype."""
     if entry.dtype == entry.tensor.dtype:
-        yield from entry.tensor.byte_blocks(BLOCK_BYTES, unverified_spans)
+        yield from entry.tensor.iter_byte_blocks(BLOCK_BYTES, unverified_spans)
     else:
         for block in cast_blocks(entry.tensor, entry.dtype, unverified_spans, losses=losses):
             yield block.view("u1").data
 
 
-def _iter_verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
+def _iter_verify_jobs(folder: Place, plan: ConversionPlan) -> Iterator[Job]:
     """Iterate over jobs that each compare a written tensor with its source tensor."""
     written_tensors = plan.reopen(folder)
     for file in plan.files:
@@ -643,11 +654,11 @@ def _iter_verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
             yield partial(_compare_tensors, file.name, entry, written)
 
 
-def _compare_tensors(file_name: str, entry: Entry, written: Tensor, progress: Progress) -> None:
+def _compare_tensors(file_name: str, entry: OutputTensor, written: Tensor, progress: Progress) -> None:
     """Raise CheckpointError unless a written tensor is bitwise equal to the cast source tensor."""
-    block_bytes = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
+    block_bytes = BLOCK_BYTES // get_itemsize(entry.tensor.dtype) * get_itemsize(entry.dtype)
     expected_blocks = cast_blocks(entry.tensor, entry.dtype, set())
-    for expected, actual in zip(expected_blocks, written.verified_blocks(block_bytes), strict=True):
+    for expected, actual in zip(expected_blocks, written.iter_verified_blocks(block_bytes), strict=True):
         if expected.tobytes() != actual.tobytes():
             raise CheckpointError(
                 f"{file_name}: the written tensor {entry.name!r} differs from the source; "

@@ -25,7 +25,14 @@ from isal import isal_zlib
 from converters.formats.dcp.checksums import CHECKSUMS, TABLES_VERSION
 from converters.storage.output_file import write_file
 from converters.tensors.dtypes import TO_TORCH
-from converters.writers.torchzip_writer import Call, Made, Name, emit, remember, size_of
+from converters.writers.torchzip_writer import (
+    PickledCall,
+    PickledGlobal,
+    PickledObject,
+    build_size,
+    emit,
+    emit_memo,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -35,11 +42,11 @@ if TYPE_CHECKING:
 
 Dims = tuple[int, ...]
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_INDEX, _CHUNK = Name(_METADATA, "MetadataIndex"), Name(_METADATA, "ChunkStorageMetadata")
-_STORED = Name(_FILES, "_StorageInfo")
+_INDEX, _CHUNK = PickledGlobal(_METADATA, "MetadataIndex"), PickledGlobal(_METADATA, "ChunkStorageMetadata")
+_STORED = PickledGlobal(_FILES, "_StorageInfo")
 # Everything that the pieces refer to, apart from the keys and the containers of the header.
 _WORDS = (
-    _INDEX, _CHUNK, _STORED, size_of(()).function, "fqn", "offset", "offsets", "sizes", "relative_path",
+    _INDEX, _CHUNK, _STORED, build_size(()).function, "fqn", "offset", "offsets", "sizes", "relative_path",
     "length", "checksum",
 )  # fmt: skip
 _STORAGE_DATA = ("storage_data",)
@@ -74,7 +81,7 @@ class WrittenPiece:
         sizes: Shape of the piece.
         offset: Position of the item in the file in bytes.
         length: Size of the item in the file in bytes.
-        checksum: CRC32 of the item, see `converters.item_checksums`.
+        checksum: CRC32 of the item, see `converters.read_item_checksums`.
     """
 
     key: str
@@ -110,7 +117,7 @@ class TableRecord:
 
 
 @dataclass(frozen=True)
-class Table:
+class RankTable:
     """Table of one rank, in memory.
 
     Attributes:
@@ -130,7 +137,7 @@ def build_table(
     keys: Sequence[KeyEntry],
     pieces: Sequence[WrittenPiece],
     copies: Sequence[WrittenPiece] = (),
-) -> tuple[Table, bytes]:
+) -> tuple[RankTable, bytes]:
     """Describe the pieces that a rank has written to one shard file.
 
     Args:
@@ -151,16 +158,16 @@ def build_table(
     boxes: dict[str, tuple[Dims, Dims]] = {}
     for piece in (*pieces, *copies):
         if piece.offsets is not None and 0 not in piece.sizes:
-            shape = shape_key(shapes[piece.key])
-            boxes[shape] = _enclose(boxes.get(shape), piece.offsets, piece.sizes)
+            shape = format_shape_key(shapes[piece.key])
+            boxes[shape] = _extend_box(boxes.get(shape), piece.offsets, piece.sizes)
     numel = sum(_count(piece.sizes) for piece in pieces if piece.offsets is not None)
     record = TableRecord(
         name, len(content), isal_zlib.crc32(content), isal_zlib.crc32(header), len(shared), numel, boxes
     )
-    return Table(header, shared, record), content
+    return RankTable(header, shared, record), content
 
 
-def shape_key(shape: Dims) -> str:
+def format_shape_key(shape: Dims) -> str:
     """Return the key of a shape in the boxes of a table."""
     return "x".join(map(str, shape))
 
@@ -197,7 +204,7 @@ def _count(sizes: Dims) -> int:
     return count
 
 
-def _enclose(box: tuple[Dims, Dims] | None, offsets: Dims, sizes: Dims) -> tuple[Dims, Dims]:
+def _extend_box(box: tuple[Dims, Dims] | None, offsets: Dims, sizes: Dims) -> tuple[Dims, Dims]:
     """Return the smallest box that contains a box and a piece."""
     if box is None:
         return offsets, sizes
@@ -212,26 +219,26 @@ def _build_header(keys: Sequence[KeyEntry]) -> tuple[bytes, Memo]:
     for word in _WORDS:
         emit(word, out, memo)
         out += b"0"
-    emit(Name(_METADATA, "Metadata"), out, memo)
+    emit(PickledGlobal(_METADATA, "Metadata"), out, memo)
     out += b")\x81}("
     emit("state_dict_metadata", out, memo)
     out += b"}("
     for entry in keys:
         emit(entry.key, out, memo)
         if entry.dtype is None:
-            emit(Made(Name(_METADATA, "BytesStorageMetadata"), {}), out, memo)
+            emit(PickledObject(PickledGlobal(_METADATA, "BytesStorageMetadata"), {}), out, memo)
             continue
-        emit(Name(_METADATA, "TensorStorageMetadata"), out, memo)
+        emit(PickledGlobal(_METADATA, "TensorStorageMetadata"), out, memo)
         out += b")\x81}("
         for word, value in (
             ("properties", _describe_properties(entry.dtype)),
-            ("size", size_of(entry.shape)),
+            ("size", build_size(entry.shape)),
         ):
             emit(word, out, memo)
             emit(value, out, memo)
         emit("chunks", out, memo)
         out += b"]"
-        remember(("chunks", entry.key), out, memo)
+        emit_memo(("chunks", entry.key), out, memo)
         out += b"ub"
     out += b"u"
     emit("planner_data", out, memo)
@@ -242,20 +249,20 @@ def _build_header(keys: Sequence[KeyEntry]) -> tuple[bytes, Memo]:
     emit("1.0.0", out, memo)
     emit("storage_data", out, memo)
     out += b"}"
-    remember(_STORAGE_DATA, out, memo)
+    emit_memo(_STORAGE_DATA, out, memo)
     out += b"u"
     return bytes(out), memo
 
 
-def _describe_properties(dtype: str) -> Made:
+def _describe_properties(dtype: str) -> PickledObject:
     properties = (
-        Name("torch", TO_TORCH[dtype]),
-        Call(Name("torch.serialization", "_get_layout"), ("torch.strided",)),
+        PickledGlobal("torch", TO_TORCH[dtype]),
+        PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",)),
         False,
-        Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,)),
+        PickledCall(PickledGlobal(_METADATA, "_MEM_FORMAT_ENCODING"), (0,)),
         False,
     )
-    return Made(Name(_METADATA, "TensorProperties"), properties)
+    return PickledObject(PickledGlobal(_METADATA, "TensorProperties"), properties)
 
 
 def _build_pieces(file: str, pieces: Sequence[WrittenPiece], header_memo: Memo) -> bytes:
@@ -268,25 +275,25 @@ def _build_pieces(file: str, pieces: Sequence[WrittenPiece], header_memo: Memo) 
     for piece in pieces:
         index: dict[str, object] = {"fqn": piece.key}
         if piece.offsets is not None:
-            index["offset"] = size_of(piece.offsets)
+            index["offset"] = build_size(piece.offsets)
             out += memo["chunks", piece.key]
-            chunk = {"offsets": size_of(piece.offsets), "sizes": size_of(piece.sizes)}
-            emit(Made(_CHUNK, chunk), out, memo)
+            chunk = {"offsets": build_size(piece.offsets), "sizes": build_size(piece.sizes)}
+            emit(PickledObject(_CHUNK, chunk), out, memo)
             out += b"a0"
         out += memo[_STORAGE_DATA]
-        emit(Made(_INDEX, index), out, memo)
+        emit(PickledObject(_INDEX, index), out, memo)
         stored = {
             "relative_path": file,
             "offset": piece.offset,
             "length": piece.length,
             "checksum": piece.checksum,
         }
-        emit(Made(_STORED, stored), out, memo)
+        emit(PickledObject(_STORED, stored), out, memo)
         out += b"s0"
     return bytes(out)
 
 
-def iter_metadata(table: Table, pieces: Iterable[bytes]) -> Iterator[bytes]:
+def iter_metadata(table: RankTable, pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the content of `.metadata`, part by part.
 
     Args:

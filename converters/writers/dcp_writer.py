@@ -10,23 +10,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import small_files
+from converters.config_and_tokenizer_files import prepare_companions
 from converters.errors import CheckpointError
 from converters.formats.dcp.reader import read_tensors
 from converters.names.tied_weights import OTHER_HEAD, find_implied_ties
 from converters.storage.safe_open import read_small_table
 from converters.tensors.dtypes import TO_TORCH
-from converters.tensors.entry import Entry
+from converters.tensors.entry import OutputTensor
 from converters.writers.conversion import (
     Choices,
-    model_entries,
-    optimizer_entries,
-    plain_groups,
-    required_optimizer,
-    shards,
+    list_model_entries,
+    list_optimizer_entries,
+    require_optimizer,
+    split_into_shards,
+    to_plain_groups,
 )
-from converters.writers.plan import Part, Plan, PlannedFile
-from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved, size_of
+from converters.writers.plan import ConversionPlan, Part, PlannedFile
+from converters.writers.torchzip_writer import (
+    PickledCall,
+    PickledGlobal,
+    PickledObject,
+    build_size,
+    encode_pickle,
+    plan_torch_file,
+)
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint
@@ -35,50 +42,50 @@ Key = tuple[str | int, ...]
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 
-def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> Plan:
+def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     """The plan of `--to dcp`: `.metadata` and `__0_<i>.distcp`."""
     paths: dict[str, Key] = {}
-    entries: list[Entry] = []
+    entries: list[OutputTensor] = []
 
-    def add(path: Key, entry: Entry) -> None:
+    def add(path: Key, entry: OutputTensor) -> None:
         key = ".".join(map(str, path))
         if key in paths:
             raise CheckpointError(f"{checkpoint.root}: two tensors would be called {key!r}")
         paths[key] = path
-        entries.append(Entry(key, entry.dtype, entry.tensor))
+        entries.append(OutputTensor(key, entry.dtype, entry.tensor))
 
-    model = model_entries(checkpoint, choices.dtype)
+    model = list_model_entries(checkpoint, choices.dtype)
     for entry in model:
         add(("model", entry.name), entry)
     values: dict[Key, Any] = {}
     if choices.optimizer:
-        found = required_optimizer(checkpoint)
-        for name, what, entry in optimizer_entries(found, checkpoint.root):
-            add(("optim", "state", name, what), entry)
-        for i, group in enumerate(plain_groups(found)):
-            values |= {("optim", "param_groups", i, what): value for what, value in group.items()}
+        optimizer = require_optimizer(checkpoint)
+        for name, state_name, entry in list_optimizer_entries(optimizer, checkpoint.root):
+            add(("optim", "state", name, state_name), entry)
+        for i, group in enumerate(to_plain_groups(optimizer)):
+            values |= {("optim", "param_groups", i, state_name): value for state_name, value in group.items()}
     files: list[PlannedFile] = []
     positions: dict[str, tuple[str, int, int]] = {}
     paths |= {".".join(map(str, path)): path for path in values}
     small = [(".".join(map(str, path)), value) for path, value in values.items()]
-    for i, run in enumerate(shards(entries, choices.max_shard_size)):
-        name, parts, at = f"__0_{i}.distcp", list[Part](), 0
+    for i, run in enumerate(split_into_shards(entries, choices.max_shard_size)):
+        name, parts, offset = f"__0_{i}.distcp", list[Part](), 0
         for key, value in (*small, *((entry.name, entry) for entry in run)):
-            made = saved(value)
-            length = PlannedFile(name, tuple(made)).nbytes
-            positions[key] = name, at, length
-            parts += made
-            at += length
+            file_parts = plan_torch_file(value)
+            length = PlannedFile(name, tuple(file_parts)).nbytes
+            positions[key] = name, offset, length
+            parts += file_parts
+            offset += length
         small = []
         files.append(PlannedFile(name, tuple(parts)))
     tensors = {entry.name: entry for entry in entries}
     # A tied parameter has two keys with the same bytes, because `dcp.load` needs all keys of the state dict.
     for alias, owner in {**_find_missing_aliases(checkpoint), **checkpoint.aliases}.items():
-        held, key = f"model.{owner}", f"model.{alias}"
-        paths[key], positions[key], tensors[key] = ("model", alias), positions[held], tensors[held]
-    documents, companions = small_files(checkpoint, model)
-    documents = {".metadata": pickle(_metadata(tensors, paths, positions)), **documents}
-    return Plan(tuple(files), documents, companions, read_tensors)
+        owner_key, key = f"model.{owner}", f"model.{alias}"
+        paths[key], positions[key], tensors[key] = ("model", alias), positions[owner_key], tensors[owner_key]
+    documents, companions = prepare_companions(checkpoint, model)
+    documents = {".metadata": encode_pickle(_build_metadata(tensors, paths, positions)), **documents}
+    return ConversionPlan(tuple(files), documents, companions, read_tensors)
 
 
 def _find_missing_aliases(checkpoint: Checkpoint) -> dict[str, str]:
@@ -88,21 +95,23 @@ def _find_missing_aliases(checkpoint: Checkpoint) -> dict[str, str]:
     return {alias: owner for alias, owner in ties.items() if alias != OTHER_HEAD}
 
 
-def _metadata(
-    tensors: dict[str, Entry], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
-) -> Made:
-    described: dict[str, Made] = {}
-    stored: dict[Made, Made] = {}
+def _build_metadata(
+    tensors: dict[str, OutputTensor], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
+) -> PickledObject:
+    described: dict[str, PickledObject] = {}
+    stored: dict[PickledObject, PickledObject] = {}
     for key in paths:
         file, offset, length = positions[key]
         index: dict[str, Any] = {"fqn": key, "index": None}
         if key in tensors:
-            described[key] = _tensor(tensors[key])
-            index |= {"index": 0, "offset": size_of((0,) * len(tensors[key].tensor.shape))}
+            described[key] = _build_tensor_metadata(tensors[key])
+            index |= {"index": 0, "offset": build_size((0,) * len(tensors[key].tensor.shape))}
         else:
-            described[key] = Made(Name(_METADATA, "BytesStorageMetadata"), {})
+            described[key] = PickledObject(PickledGlobal(_METADATA, "BytesStorageMetadata"), {})
         info = {"relative_path": file, "offset": offset, "length": length}
-        stored[Made(Name(_METADATA, "MetadataIndex"), index)] = Made(Name(_FILES, "_StorageInfo"), info)
+        stored[PickledObject(PickledGlobal(_METADATA, "MetadataIndex"), index)] = PickledObject(
+            PickledGlobal(_FILES, "_StorageInfo"), info
+        )
     fields = {
         "state_dict_metadata": described,
         "planner_data": paths,
@@ -110,22 +119,22 @@ def _metadata(
         "storage_meta": None,
         "version": "1.0.0",
     }
-    return Made(Name(_METADATA, "Metadata"), fields)
+    return PickledObject(PickledGlobal(_METADATA, "Metadata"), fields)
 
 
-def _tensor(entry: Entry) -> Made:
+def _build_tensor_metadata(entry: OutputTensor) -> PickledObject:
     shape = entry.tensor.shape
-    chunk = {"offsets": size_of((0,) * len(shape)), "sizes": size_of(shape)}
+    chunk = {"offsets": build_size((0,) * len(shape)), "sizes": build_size(shape)}
     properties = (
-        Name("torch", TO_TORCH[entry.dtype]),
-        Call(Name("torch.serialization", "_get_layout"), ("torch.strided",)),
+        PickledGlobal("torch", TO_TORCH[entry.dtype]),
+        PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",)),
         False,
-        Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,)),
+        PickledCall(PickledGlobal(_METADATA, "_MEM_FORMAT_ENCODING"), (0,)),
         False,
     )
     fields = {
-        "properties": Made(Name(_METADATA, "TensorProperties"), properties),
-        "size": size_of(shape),
-        "chunks": [Made(Name(_METADATA, "ChunkStorageMetadata"), chunk)],
+        "properties": PickledObject(PickledGlobal(_METADATA, "TensorProperties"), properties),
+        "size": build_size(shape),
+        "chunks": [PickledObject(PickledGlobal(_METADATA, "ChunkStorageMetadata"), chunk)],
     }
-    return Made(Name(_METADATA, "TensorStorageMetadata"), fields)
+    return PickledObject(PickledGlobal(_METADATA, "TensorStorageMetadata"), fields)

@@ -15,9 +15,9 @@ from converters.storage.path_or_url import in_store, is_within, resolve_links
 from converters.storage.places import copy_file, sync
 from converters.writers.replace_folder import (
     check_replaceable,
-    let_go,
-    new_temporary,
-    recover,
+    create_temporary,
+    recover_folder,
+    release_lock,
     replace_folder,
 )
 from converters.writers.writer_group import check_size
@@ -55,7 +55,7 @@ def check_output(
     """
     target = resolve_links(out)
     if not in_store(target):
-        recover(target)
+        recover_folder(target)
     for source in sources:
         origin = resolve_links(source)
         if target == origin:
@@ -111,11 +111,11 @@ class FolderOutput:
         self.folder = folder
         self._folders = {folder}
 
-    def file(self, name: str, lengths: Sequence[int]) -> OutputFile:
+    def create_file(self, name: str, lengths: Sequence[int]) -> OutputFile:
         """A new file of pieces of these lengths, written from any thread and in any order."""
-        return OutputFile(self._path(name), lengths)
+        return OutputFile(self._get_path(name), lengths)
 
-    def _path(self, name: str) -> Path:
+    def _get_path(self, name: str) -> Path:
         path = self.folder / name
         if path.parent not in self._folders:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,15 +145,15 @@ class FolderOutput:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file."""
-        write_file(self._path(name), data)
+        write_file(self._get_path(name), data)
 
     def copy(self, path: Place, name: str) -> None:
         """Copy a small file."""
-        copy_file(path, self._path(name))
+        copy_file(path, self._get_path(name))
 
 
 @contextmanager
-def new_output(
+def open_output(
     target: Place,
     *,
     needed: int,
@@ -184,23 +184,23 @@ def new_output(
     if in_store(target):
         from converters.writers.remote_draft import StoreOutput
 
-        made = StoreOutput(
+        store_output = StoreOutput(
             target, overwrite=overwrite, names=names, facts=facts or {}, single=single, shared=shared
         )
         try:
-            yield made
-            made.publish()
+            yield store_output
+            store_output.publish()
         finally:
-            made.discard()
+            store_output.abort()
         return
     created = _make_parents(target.parent)
     temporary: Path | None = None
-    held: int | None = None
+    lock: int | None = None
     try:
         free = shutil.disk_usage(target.parent).free
-        if needed > free and needed - _shared_bytes(copied(), target.parent) > free:
+        if needed > free and needed - _count_shared_bytes(copied(), target.parent) > free:
             raise CommandError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
-        temporary, held = new_temporary(target)
+        temporary, lock = create_temporary(target)
         output = FolderOutput(temporary)
         yield output
         output.sync()
@@ -211,7 +211,7 @@ def new_output(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-        let_go(held)
+        release_lock(lock)
         for folder in created:
             try:
                 folder.rmdir()
@@ -221,7 +221,7 @@ def new_output(
 
 @contextmanager
 def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUploads]:
-    """An output that another process has created with `new_output`, to write further files into.
+    """An output that another process has created with `open_output`, to write further files into.
 
     Args:
         target: The output of the other process.
@@ -238,7 +238,7 @@ def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUpload
         try:
             yield uploads
         finally:
-            uploads.discard()
+            uploads.abort()
         return
     folder = target.parent / name
     try:
@@ -247,7 +247,7 @@ def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUpload
         raise CommandError(f"{target}: cannot be written: {error.strerror or error}") from None
 
 
-def _shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
+def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
     """Bytes of the whole blocks of `spans` that a new file in `folder` shares, by a trial for each file."""
     tried: dict[object, bool] = {}
     total = 0

@@ -274,48 +274,50 @@ class Settings:
     factors: list[float] = field(default_factory=list)
 
 
-class _Table:
+class _ConfigTable:
     """A table of `config.json`; each of its settings is taken by what understands it."""
 
-    def __init__(self, values: Any, absent: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Any, absent: Mapping[str, Any], location: str) -> None:
         if not isinstance(values, dict):
-            raise CheckpointError(f"{where[:-1]} {_shown(values)}: it must be a table")
-        self.values, self.absent, self.where = values, absent, where
+            raise CheckpointError(f"{location[:-1]} {_format_value(values)}: it must be a table")
+        self.values, self.absent, self.where = values, absent, location
         self._left = set(values)
 
-    def take(self, *names: str) -> Any:
+    def take_setting(self, *names: str) -> Any:
         """The value of a setting that has several names, or its default."""
-        found = [self.values[name] for name in names if self.values.get(name) is not None]
-        if any(not _same(one, found[0]) for one in found):
+        values = [self.values[name] for name in names if self.values.get(name) is not None]
+        if any(not _is_same(value, values[0]) for value in values):
             self.refuse(names[0], f"{' or '.join(names[1:])} differs")
         there = self._left.intersection(names)
         self._left -= there
-        return found[0] if found else None if there else self.absent.get(names[0])
+        return values[0] if values else None if there else self.absent.get(names[0])
 
-    def number(self, *names: str, default: float | None = None, whole: bool = False) -> Any:
+    def take_number(self, *names: str, default: float | None = None, whole: bool = False) -> Any:
         """A positive number, or a count; `default` for null."""
-        found: Any = self.take(*names)
-        found = default if found is None else found
-        if type(found) not in ((int,) if whole else (int, float)) or not 0 < found < _LARGEST[whole]:
+        number: Any = self.take_setting(*names)
+        number = default if number is None else number
+        if type(number) not in ((int,) if whole else (int, float)) or not 0 < number < _LARGEST[whole]:
             self.refuse(names[0], "it must be a count" if whole else "it must be a positive number")
-        return found
+        return number
 
-    def only(self, name: str, *allowed: Any) -> Any:
+    def take_allowed(self, name: str, *allowed: Any) -> Any:
         """A setting with one of these values; the first where it is absent and has no other default."""
-        given = name in self.values or name in self.absent
-        found = self.take(name) if given else allowed[0]
-        if not any(_same(found, one) for one in allowed):
-            self.refuse(name, f"llama.cpp computes as with {' or '.join(map(_shown, allowed))} only")
-        return found
+        is_set = name in self.values or name in self.absent
+        value = self.take_setting(name) if is_set else allowed[0]
+        if not any(_is_same(value, choice) for choice in allowed):
+            self.refuse(name, f"llama.cpp computes as with {' or '.join(map(_format_value, allowed))} only")
+        return value
 
-    def inner(self, *names: str, absent: Mapping[str, Any]) -> _Table:
+    def take_table(self, *names: str, absent: Mapping[str, Any]) -> _ConfigTable:
         """A table in this one; empty where there is none."""
         name = next((name for name in names if self.values.get(name)), names[0])
-        return _Table(self.take(*names) or self.absent.get(name, {}), absent, f"{self.where}{name}.")
+        return _ConfigTable(
+            self.take_setting(*names) or self.absent.get(name, {}), absent, f"{self.where}{name}."
+        )
 
     def refuse(self, name: str, why: str) -> NoReturn:
         value = self.values.get(name, self.absent.get(name))
-        raise CheckpointError(f"{self.where}{name[:_SHOWN]} {_shown(value)}: {why}")
+        raise CheckpointError(f"{self.where}{name[:_SHOWN]} {_format_value(value)}: {why}")
 
     def finish(self, ignored: Container[str] = ()) -> None:
         """Refuse what nothing has taken."""
@@ -324,114 +326,121 @@ class _Table:
                 self.refuse(name, "not known to --to gguf; remove it if it changes no logits")
 
 
-def _same(left: Any, right: Any) -> bool:
+def _is_same(left: Any, right: Any) -> bool:
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def settings_of(config: Mapping[str, Any], model: Model, where: Place) -> Settings:
+def read_settings(config: Mapping[str, Any], model: Model, location: Place) -> Settings:
     """What llama.cpp builds the model from.
 
     Raises:
         CheckpointError: a setting is missing, impossible, unknown, or not what llama.cpp computes.
     """
     config = remove_earlier_keys(config)
-    table = _Table(config, {**_ABSENT, **model.absent}, f"{where}: config.json has ")
-    only = {name: table.only(name, *allowed) for name, allowed in {**_ONLY, **model.only}.items()}
-    values = {key: table.number(*names, whole=True) for key, names in {**_COUNTS, **model.counts}.items()}
-    values |= {key: table.number(*names) for key, names in model.numbers.items()}
+    table = _ConfigTable(config, {**_ABSENT, **model.absent}, f"{location}: config.json has ")
+    only = {name: table.take_allowed(name, *allowed) for name, allowed in {**_ONLY, **model.only}.items()}
+    values = {
+        key: table.take_number(*names, whole=True) for key, names in {**_COUNTS, **model.counts}.items()
+    }
+    values |= {key: table.take_number(*names) for key, names in model.numbers.items()}
     layers, width, heads = (values[key] for key in ("block_count", "embedding_length", "head_count"))
     wide = 4 * width if model.inputs_first else None
-    values["feed_forward_length"] = table.number("intermediate_size", "n_inner", default=wide, whole=True)
+    values["feed_forward_length"] = table.take_number(
+        "intermediate_size", "n_inner", default=wide, whole=True
+    )
     if values.get("expert_used_count", 0) > values.get("expert_count", 0):
         table.refuse("num_experts_per_tok", "there are fewer experts")
     biased = {"self_attn": "attention_bias", "mlp": "mlp_bias"}
     biases = {module for module, name in biased.items() if only[name]}
-    found = Settings(values, table.take("tie_word_embeddings") is True, biases)
+    settings = Settings(values, table.take_setting("tie_word_embeddings") is True, biases)
     if model.scalings:
-        values["head_count_kv"] = table.number("num_key_value_heads", default=heads, whole=True)
-        head = table.number("head_dim", default=width // heads, whole=True)
+        values["head_count_kv"] = table.take_number("num_key_value_heads", default=heads, whole=True)
+        head = table.take_number("head_dim", default=width // heads, whole=True)
         values["key_length"] = values["value_length"] = head
         if model.square and head * heads != width:
             table.refuse("head_dim", f"llama.cpp's {model.arch} needs {width} / {heads}")
-        _rotary(table, model, found)
-        _layers(table, model, found)
+        _add_rope_settings(table, model, settings)
+        _add_layer_settings(table, model, settings)
         if model.scalar is not None:
             scaled_by = width // heads if layers == model.scalar else head
-            found.query_scale = sqrt(scaled_by / table.number("query_pre_attn_scalar"))
+            settings.query_scale = sqrt(scaled_by / table.take_number("query_pre_attn_scalar"))
     table.finish(_NO_EFFECT.split())
-    return found
+    return settings
 
 
-def _layers(table: _Table, model: Model, found: Settings) -> None:
+def _add_layer_settings(table: _ConfigTable, model: Model, settings: Settings) -> None:
     """In which layers attention differs."""
-    numbers, every = range(1, found.values["block_count"] + 1), model.window or 1
-    windows = table.take("use_sliding_window") is not False and "layer_types" not in table.values
+    numbers, every = range(1, settings.values["block_count"] + 1), model.window or 1
+    windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
     kinds = ["sliding_attention" if number % every else "full_attention" for number in numbers]
-    table.only("layer_types", None, kinds)
+    table.take_allowed("layer_types", None, kinds)
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        table.only(name, None, every)
+        table.take_allowed(name, None, every)
     if model.no_rope:
-        table.only("no_rope_layer_interval", None, model.no_rope)
-        table.only("no_rope_layers", None, [int(number % model.no_rope > 0) for number in numbers])
-    context = found.values["context_length"]
-    size = table.number("sliding_window", default=None if model.window else context, whole=True)
+        table.take_allowed("no_rope_layer_interval", None, model.no_rope)
+        table.take_allowed("no_rope_layers", None, [int(number % model.no_rope > 0) for number in numbers])
+    context = settings.values["context_length"]
+    size = table.take_number("sliding_window", default=None if model.window else context, whole=True)
     if model.window:
-        found.values["sliding_window"] = size
+        settings.values["sliding_window"] = size
     elif windows and size < context:
         why = f"llama.cpp's {model.arch} has no windows; with null, texts of more than {size} tokens differ"
         table.refuse("sliding_window", why)
 
 
-def _rotary(table: _Table, model: Model, found: Settings) -> None:
+def _add_rope_settings(table: _ConfigTable, model: Model, settings: Settings) -> None:
     """The rotary embedding: of the layers that attend to everything, where there are two kinds."""
-    values, old = found.values, "original_max_position_embeddings"
-    part, context = table.take("partial_rotary_factor"), table.take(old, "initial_context_length")
+    values, old = settings.values, "original_max_position_embeddings"
+    part, context = (
+        table.take_setting("partial_rotary_factor"),
+        table.take_setting(old, "initial_context_length"),
+    )
     absent = {
-        "rope_theta": table.take("rope_theta"),
+        "rope_theta": table.take_setting("rope_theta"),
         "partial_rotary_factor": 1.0 if part is None else part,
         old: values["context_length"] if context is None else context,
     }
-    table.only("rope_local_base_freq", None, model.local_base)
-    rope = table.inner("rope_parameters", "rope_scaling", absent=absent)
+    table.take_allowed("rope_local_base_freq", None, model.local_base)
+    rope = table.take_table("rope_parameters", "rope_scaling", absent=absent)
     if model.local_base and "full_attention" in rope.values:
-        local = rope.inner("sliding_attention", absent={})
-        local.only("rope_type", "default")
-        local.only("rope_theta", model.local_base)
+        local = rope.take_table("sliding_attention", absent={})
+        local.take_allowed("rope_type", "default")
+        local.take_allowed("rope_theta", model.local_base)
         local.finish()
-        both, rope = rope, rope.inner("full_attention", absent=absent)
+        both, rope = rope, rope.take_table("full_attention", absent=absent)
         both.finish()
     if context not in (None, rope.values.get(old, context)):
-        table.refuse(old, f"that of {_shown(rope.values)} differs")
-    kind = rope.take("rope_type", "type") or "default"
+        table.refuse(old, f"that of {_format_value(rope.values)} differs")
+    kind = rope.take_setting("rope_type", "type") or "default"
     if kind not in model.scalings:
         rope.refuse("rope_type", f"llama.cpp's {model.arch} computes {' or '.join(model.scalings)}")
-    base, head = rope.number("rope_theta"), values["key_length"]
-    size = head * rope.number("partial_rotary_factor")
+    base, head = rope.take_number("rope_theta"), values["key_length"]
+    size = head * rope.take_number("partial_rotary_factor")
     if size % 2 or size > head or (size < head and not model.partial):
         rope.refuse("partial_rotary_factor", f"llama.cpp's {model.arch} cannot rotate {size} of {head}")
     values |= {"rope_freq_base": float(base), "rope_dimension_count": int(size)}
     if kind in ("linear", "yarn"):
-        values |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor")}
+        values |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.take_number("factor")}
     if kind == "yarn":
-        values["rope_scaling_orig_ctx_len"] = rope.number(old, whole=True)
-        rope.only("beta_fast", None, 32)
-        rope.only("beta_slow", None, 1)
+        values["rope_scaling_orig_ctx_len"] = rope.take_number(old, whole=True)
+        rope.take_allowed("beta_fast", None, 32)
+        rope.take_allowed("beta_slow", None, 1)
         # llama.cpp always rounds the bounds of YaRN's ramp, although the config of GPT-OSS disables rounding.
         # Accept GPT-OSS, because the converter of llama.cpp also does and the frequencies hardly differ.
-        rope.only("truncate", *((True, False) if model.arch == "gpt-oss" else (True,)))
+        rope.take_allowed("truncate", *((True, False) if model.arch == "gpt-oss" else (True,)))
     elif kind == "llama3":
-        found.factors = _llama3(rope, base, size)
+        settings.factors = _compute_llama3_factors(rope, base, size)
     rope.finish((old, "max_position_embeddings"))
 
 
-def _llama3(rope: _Table, base: float, size: float) -> list[float]:
+def _compute_llama3_factors(rope: _ConfigTable, base: float, size: float) -> list[float]:
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, old = map(rope.number, names)
+    factor, low, high, old = map(rope.take_number, names)
     if not low < high:
         rope.refuse("high_freq_factor", "it must be above low_freq_factor")
     turns = [old / (2 * pi * base ** (i / size)) for i in range(0, int(size), 2)]

@@ -32,12 +32,12 @@ _ENDS = ("eos", "eot", "eom")  # llama.cpp stops at each
 def add_tokenizer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Write the tokenizer and the chat template; a warning where llama.cpp may split differently."""
     path = checkpoint.companions.get("tokenizer.json")
-    known, template = read_small_table(path), _chat_template(checkpoint)
+    tokenizer, template = read_small_table(path), _read_chat_template(checkpoint)
     # Half of a surrogate pair is no text.
     writer.add_chat_template(template.encode("utf-8", "replace").decode())
     try:
-        ends = _ends(checkpoint, config, known, template)
-        tables = byte_level_bpe(known, config, ends)
+        ends = _find_end_tokens(checkpoint, config, tokenizer, template)
+        tables = convert_byte_level_bpe(tokenizer, config, ends)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # not a tokenizer.json
         tables = None
     if tables is None:
@@ -57,54 +57,59 @@ def add_tokenizer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]
         getattr(writer, f"add_{key}")(value)
 
 
-def _chat_template(checkpoint: Checkpoint) -> str:
+def _read_chat_template(checkpoint: Checkpoint) -> str:
     """The template that writes a conversation; empty where there is none."""
     path = checkpoint.companions.get("chat_template.jinja")
     if path is not None:
         return read_small(path).decode("utf-8", "replace")
-    kept = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("chat_template")
-    if isinstance(kept, list):
-        named = {one.get("name"): one.get("template") for one in kept if isinstance(one, dict)}
-        kept = named.get("default")
-    return kept if isinstance(kept, str) else ""
+    template = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("chat_template")
+    if isinstance(template, list):
+        templates = {
+            entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+        }
+        template = templates.get("default")
+    return template if isinstance(template, str) else ""
 
 
-def _ends(
-    checkpoint: Checkpoint, config: Mapping[str, Any], known: Mapping[str, Any], template: str
+def _find_end_tokens(
+    checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: Mapping[str, Any], template: str
 ) -> list[int]:
     """The tokens at which transformers stops; first the one that the template writes, or the tokenizer's."""
     stops = read_small_table(checkpoint.companions.get(GENERATION)).get("eos_token_id")
     stops = config.get("eos_token_id") if stops is None else stops
-    texts = {token["id"]: token["content"] for token in known.get("added_tokens", ())}
-    own = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("eos_token")
-    own = own.get("content") if isinstance(own, dict) else own
-    ids = [one for one in (stops if isinstance(stops, list) else [stops]) if type(one) is int]
-    order = {one: (texts.get(one, "\0") not in template, texts.get(one) != own) for one in ids}
-    return sorted(order, key=lambda one: order[one])
+    texts = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", ())}
+    eos_token = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("eos_token")
+    eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    ids = [token_id for token_id in (stops if isinstance(stops, list) else [stops]) if type(token_id) is int]
+    order = {
+        token_id: (texts.get(token_id, "\0") not in template, texts.get(token_id) != eos_token)
+        for token_id in ids
+    }
+    return sorted(order, key=lambda token_id: order[token_id])
 
 
-def byte_level_bpe(
-    known: Mapping[str, Any], config: Mapping[str, Any], ends: list[int]
+def convert_byte_level_bpe(
+    tokenizer: Mapping[str, Any], config: Mapping[str, Any], ends: list[int]
 ) -> dict[str, Any] | None:
     """What `GGUFWriter.add_*` writes of a `tokenizer.json`; None where llama.cpp would split differently.
 
     Args:
         ends: the tokens that end a text or a turn.
     """
-    model, split = known.get("model"), _splitting(known.get("pre_tokenizer"))
+    model, split = tokenizer.get("model"), _name_pre_tokenizer(tokenizer.get("pre_tokenizer"))
     if not isinstance(model, dict) or model.get("type") != "BPE" or split is None:
         return None
-    if (normalizer := known.get("normalizer")) and (split != "qwen2" or normalizer.get("type") != "NFC"):
+    if (normalizer := tokenizer.get("normalizer")) and (split != "qwen2" or normalizer.get("type") != "NFC"):
         return None
     if bool(model.get("ignore_merges")) != (split == "llama-bpe") or model.get("byte_fallback"):
         return None
-    added = {token["id"]: token for token in known.get("added_tokens", ())}
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", ())}
     vocab = {number: text for text, number in model.get("vocab", {}).items()}
     vocab |= {number: token["content"] for number, token in added.items()}
     count = config.get("vocab_size")
     if type(count) is not int or not vocab or max(vocab) >= count:
         return None
-    begins = _adds_bos(known.get("post_processor"), vocab, config)
+    begins = _adds_bos(tokenizer.get("post_processor"), vocab, config)
     if begins is None:
         return None
     from gguf import TokenType  # not at the top: slow to import
@@ -129,12 +134,16 @@ def byte_level_bpe(
         "token_types": kinds,
         # The list may not be empty. This pair never comes to be: its halves are no single characters.
         "token_merges": [merge.encode("utf-8", "surrogatepass") for merge in merges or ["<none> <none>"]],
-        **{f"{key}_token_id": one for key, one in tokens if type(one) is int and 0 <= one < count},
+        **{
+            f"{key}_token_id": token_id
+            for key, token_id in tokens
+            if type(token_id) is int and 0 <= token_id < count
+        },
         "add_bos_token": begins,
     }
 
 
-def _splitting(steps: Any) -> str | None:
+def _name_pre_tokenizer(steps: Any) -> str | None:
     """llama.cpp's name of a pre-tokenizer."""
     if not isinstance(steps, dict):
         return None
@@ -156,13 +165,13 @@ def _adds_bos(step: Any, vocab: Mapping[int, str], config: Mapping[str, Any]) ->
     if step is None or step.get("type") == "ByteLevel":
         return False
     steps = step.get("processors", []) if step.get("type") == "Sequence" else [step]
-    steps = [one for one in steps if one.get("type") != "ByteLevel"]
+    steps = [part for part in steps if part.get("type") != "ByteLevel"]
     if not steps:
         return False
     if len(steps) != 1 or steps[0].get("type") != "TemplateProcessing":
         return None
     single = steps[0].get("single", [])
-    tokens = [one["SpecialToken"]["id"] for one in single if "SpecialToken" in one]
+    tokens = [part["SpecialToken"]["id"] for part in single if "SpecialToken" in part]
     if not tokens:
         return False
     begins = single and "SpecialToken" in single[0] and len(tokens) == 1

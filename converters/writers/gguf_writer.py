@@ -15,28 +15,35 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, printable
+from converters.errors import CheckpointError, CommandError, to_printable
 from converters.names.known_words import find_unknown_names
 from converters.names.model_config import check_fits
 from converters.numeric import np
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.tensors.casting import parse_dtype
-from converters.tensors.computed import Affine, computed
+from converters.tensors.computed import Affine, apply_edits
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.entry import Entry
-from converters.tensors.ggml import BLOCK, KINDS, ggml_blocks
-from converters.tensors.rearranged import joined, part, permuted, reshaped, selected, transposed
+from converters.tensors.entry import OutputTensor
+from converters.tensors.ggml import BLOCK, KINDS, quantize_to_ggml
+from converters.tensors.rearranged import (
+    concat_tensors,
+    permute_split_dims,
+    reshape_tensor,
+    select_index,
+    slice_tensor,
+    transpose_matrix,
+)
 from converters.tensors.tensor import Tensor
-from converters.writers.conversion import model_entries
-from converters.writers.gguf_models import MODELS, settings_of
+from converters.writers.conversion import list_model_entries
+from converters.writers.gguf_models import MODELS, read_settings
 from converters.writers.gguf_tokenizer import add_tokenizer
-from converters.writers.plan import Part, Plan, PlannedFile
+from converters.writers.plan import ConversionPlan, Part, PlannedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from converters.adapters.adapter import Adapter
+    from converters.adapters.adapter import StoredAdapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.writers.conversion import Choices
@@ -51,7 +58,7 @@ _BUFFER = re.compile(r".+\.attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 _BIAS = re.compile(r".+\.(self_attn|mlp)\.\w+_proj\.bias")
 
 
-def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
+def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     """The plan of `--to gguf`: one file, whatever `max_shard_size`; the dtype is that of the matrices.
 
     Raises:
@@ -60,38 +67,38 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     """
     import gguf  # not at the top: slow to import
 
-    root, wanted = checkpoint.root, _wanted(choices)
+    root, wanted = checkpoint.root, _get_quantization(choices)
     config = checkpoint.read_config()
-    model = _model(config, root, "convert_hf_to_gguf.py")
-    tensors = {entry.name: entry.tensor for entry in model_entries(checkpoint, "keep")}
+    model = _get_model(config, root, "convert_hf_to_gguf.py")
+    tensors = {entry.name: entry.tensor for entry in list_model_entries(checkpoint, "keep")}
     if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
         raise CheckpointError(
-            f"{root}: {printable(unknown[0])} is not a tensor name of transformers' "
+            f"{root}: {to_printable(unknown[0])} is not a tensor name of transformers' "
             f"{config['model_type']}, so the order of its rows is unknown; convert it with the program that "
             "wrote it"
         )
     check_fits(tensors, config, f"{root}: config.json")
-    settings = settings_of(config, model, root)
+    settings = read_settings(config, model, root)
     if wanted == "MXFP4" and "expert_count" not in settings.values:
         raise CheckpointError(f"{root}: --dtype mxfp4 is for experts, which this model has not; use q4_0")
     writer, entries = gguf.GGUFWriter(None, model.arch), []
-    for name, tensor in _named(tensors, model, settings, root).items():
-        ready = _prepared(name, tensor, model, settings)
-        entries.append(_entry(writer, name, ready, _type(name, tensor.dtype, ready.shape, wanted)))
+    for name, tensor in _to_gguf_names(tensors, model, settings, root).items():
+        ready = _prepare_tensor(name, tensor, model, settings)
+        entries.append(_add_entry(writer, name, ready, _choose_type(name, tensor.dtype, ready.shape, wanted)))
     title = str(config.get("_name_or_path") or root.name)
     writer.add_name(title.rstrip("/").rpartition("/")[2].encode("utf-8", "replace").decode())
     writer.add_type("model")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     kinds = [info.dtype.name for info in writer.tensors[0].values() if len(info.shape) > 1]
-    named = "MXFP4" if "MXFP4" in kinds else max(kinds, key=kinds.count)
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(named, f"MOSTLY_{named}")])
+    file_type = "MXFP4" if "MXFP4" in kinds else max(kinds, key=kinds.count)
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(file_type, f"MOSTLY_{file_type}")])
     for key, value in settings.values.items():
         getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if isinstance(value, str) else value)
     add_tokenizer(writer, checkpoint, config)
     return _plan(writer, entries)
 
 
-def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choices) -> Plan:
+def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices: Choices) -> ConversionPlan:
     """The plan of `--to gguf` for LoRA, as `llama-server --lora FILE` loads it.
 
     Args:
@@ -104,46 +111,52 @@ def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choi
     """
     import gguf  # not at the top: slow to import
 
-    root, wanted, lora = adapter.root, _wanted(choices), adapter.config
-    model = _model(config, root, "convert_lora_to_gguf.py")
-    settings = settings_of(config, model, root)
-    if lora.type != "LORA" or lora.dora or lora.unsupported or adapter.replaced or lora.target_parameters:
+    root, wanted, lora = adapter.root, _get_quantization(choices), adapter.config
+    model = _get_model(config, root, "convert_lora_to_gguf.py")
+    settings = read_settings(config, model, root)
+    if (
+        lora.type != "LORA"
+        or lora.dora
+        or lora.unsupported_setting
+        or adapter.replacements
+        or lora.target_parameters
+    ):
         raise CheckpointError(
             f"{root}: --to gguf takes plain LoRA of linear layers; write the merged model with --merge-into"
         )
     factors: dict[str, tuple[Tensor, Tensor, float]] = {}
     for module in adapter.modules:
-        pair = module.pair()
+        pair = module.get_lora_pair()
         if pair is None or pair[2] or ".experts." in module.path:
             raise CheckpointError(
                 f"{root}: {module.path}: --to gguf takes LoRA of linear layers; use --merge-into"
             )
-        factors[f"{module.path}.weight"] = pair[0], pair[1], lora.scaling(module.path)
+        factors[f"{module.path}.weight"] = pair[0], pair[1], lora.compute_scaling(module.path)
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     writer.add_type("adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     alpha = lora.alpha or 1.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     plain = replace(model, inputs_first=False)  # factors are never transposed
-    for name, key in _places(factors, model, settings, root).items():
+    for name, key in _map_names(factors, model, settings, root).items():
         left, right, scaling = factors[key]
-        ready = _prepared(name, right, plain, settings)
+        ready = _prepare_tensor(name, right, plain, settings)
         share = scaling * left.shape[0] / alpha  # llama.cpp multiplies by alpha / rank
         if share != 1:
-            ready = computed(ready, "F32", 1, [Affine(share)])
+            ready = apply_edits(ready, "F32", 1, [Affine(share)])
         for end, factor in (("lora_a", left), ("lora_b", ready)):
-            target = _type(name, factor.dtype, factor.shape, wanted)
-            entries.append(_entry(writer, f"{name}.{end}", factor, target))
+            target = _choose_type(name, factor.dtype, factor.shape, wanted)
+            entries.append(_add_entry(writer, f"{name}.{end}", factor, target))
     return _plan(writer, entries)
 
 
-def _wanted(choices: Choices) -> str | None:
+def _get_quantization(choices: Choices) -> str | None:
     if choices.optimizer:
         raise CommandError("--to gguf: holds no optimizer state; leave out --optimizer")
     return parse_dtype(choices.dtype, ggml=True)
 
 
-def _model(config: Mapping[str, Any], root: Place, script: str) -> Model:
+def _get_model(config: Mapping[str, Any], root: Place, script: str) -> Model:
     """Return the description of the model type in a config.
 
     Args:
@@ -168,86 +181,96 @@ def _model(config: Mapping[str, Any], root: Place, script: str) -> Model:
     return MODELS[kind]
 
 
-def _entry(writer: Any, name: str, tensor: Tensor, target: str) -> Entry:
+def _add_entry(writer: Any, name: str, tensor: Tensor, target: str) -> OutputTensor:
     """The tensor as `target`, announced in the header."""
     import gguf
 
     blocks = target in KINDS
-    entry = Entry(name, "U8", ggml_blocks(tensor, target)) if blocks else Entry(name, target, tensor)
+    entry = (
+        OutputTensor(name, "U8", quantize_to_ggml(tensor, target))
+        if blocks
+        else OutputTensor(name, target, tensor)
+    )
     number = gguf.GGMLQuantizationType[target]
     writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), entry.nbytes, number)
     return entry
 
 
-def _plan(writer: Any, entries: Sequence[Entry]) -> Plan:
+def _plan(writer: Any, entries: Sequence[OutputTensor]) -> ConversionPlan:
     """One file of the header and the tensors."""
     import gguf
 
-    parts: list[Part] = [_header(writer)]
+    parts: list[Part] = [_build_header(writer)]
     for entry in entries:
         parts += [entry, bytes(-entry.nbytes % gguf.GGUF_DEFAULT_ALIGNMENT)]
 
-    def reopen(place: Place) -> dict[str, Tensor]:
+    def reopen_tensors(place: Place) -> dict[str, Tensor]:
         path = place if place.is_file() else place / FILE
-        written, at, found = Folder(path.parent).file(path.name), 0, {}
+        written, offset, tensors = Folder(path.parent).file(path.name), 0, {}
         for each in parts:
             nbytes = len(each) if isinstance(each, bytes) else each.nbytes
-            if isinstance(each, Entry):
-                span = written.span(at, nbytes, what=repr(each.name))
-                found[each.name] = Tensor.contiguous(each.name, each.dtype, each.tensor.shape, span)
-            at += nbytes
-        return found
+            if isinstance(each, OutputTensor):
+                span = written.span(offset, nbytes, what=repr(each.name))
+                tensors[each.name] = Tensor.from_source(each.name, each.dtype, each.tensor.shape, span)
+            offset += nbytes
+        return tensors
 
-    return Plan((PlannedFile(FILE, tuple(parts)),), {}, {}, reopen)
+    return ConversionPlan((PlannedFile(FILE, tuple(parts)),), {}, {}, reopen_tensors)
 
 
-def _header(writer: Any) -> bytes:
+def _build_header(writer: Any) -> bytes:
     """Everything before the data, up to where it begins."""
     from gguf.gguf_writer import WriterState
 
-    made = BytesIO()
-    writer.fout, writer.state = [made], WriterState.EMPTY
+    buffer = BytesIO()
+    writer.fout, writer.state = [buffer], WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    writer.write_padding(made, made.tell())
-    return made.getvalue()
+    writer.write_padding(buffer, buffer.tell())
+    return buffer.getvalue()
 
 
-def _named(tensors: Mapping[str, Tensor], model: Model, settings: Settings, root: Place) -> dict[str, Tensor]:
+def _to_gguf_names(
+    tensors: Mapping[str, Tensor], model: Model, settings: Settings, root: Place
+) -> dict[str, Tensor]:
     """The tensors under llama.cpp's names."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     if settings.factors:
         data = struct.pack(f"<{len(settings.factors)}f", *settings.factors)
-        found["rope_freqs.weight"] = Tensor.contiguous("rope", "F32", (len(settings.factors),), Memory(data))
-    held = dict(_stacked(_single_experts(tensors), settings, root))
-    found |= {made: held[name] for made, name in _places(held, model, settings, root).items()}
-    if "output.weight" not in found and not settings.tied:
+        renamed["rope_freqs.weight"] = Tensor.from_source(
+            "rope", "F32", (len(settings.factors),), Memory(data)
+        )
+    stacked = dict(_stack_experts(_split_experts(tensors), settings, root))
+    renamed |= {
+        gguf_name: stacked[name] for gguf_name, name in _map_names(stacked, model, settings, root).items()
+    }
+    if "output.weight" not in renamed and not settings.tied:
         raise CheckpointError(f"{root}: has no lm_head.weight, and tie_word_embeddings is not true")
     if model.writes_tied_head:
-        found.setdefault("output.weight", found["token_embd.weight"])
-    return found
+        renamed.setdefault("output.weight", renamed["token_embd.weight"])
+    return renamed
 
 
-def _places(names: Iterable[str], model: Model, settings: Settings, root: Place) -> dict[str, str]:
+def _map_names(names: Iterable[str], model: Model, settings: Settings, root: Place) -> dict[str, str]:
     """llama.cpp's name -> the name of the parameter."""
     import gguf
 
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == model.arch)
-    known = gguf.get_tensor_name_map(arch, 1)  # the layers are alike
-    found: dict[str, str] = {}
+    name_map = gguf.get_tensor_name_map(arch, 1)  # the layers are alike
+    names_by_gguf: dict[str, str] = {}
     for name in names:
         full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
         match, bias = _LAYER.fullmatch(full), _BIAS.fullmatch(full)
-        made = known.get_name(f"{match[1]}.0.{match[3]}" if match else full, (".weight", ".bias"))
-        made = made and made.replace("blk.0.", f"blk.{match[2]}." if match else "")
-        if made is None or made in found or (bias and bias[1] not in settings.biases):
+        gguf_name = name_map.get_name(f"{match[1]}.0.{match[3]}" if match else full, (".weight", ".bias"))
+        gguf_name = gguf_name and gguf_name.replace("blk.0.", f"blk.{match[2]}." if match else "")
+        if gguf_name is None or gguf_name in names_by_gguf or (bias and bias[1] not in settings.biases):
             raise CheckpointError(f"{root}: {name!r} has no place in llama.cpp's {model.arch}")
-        found[made] = name
-    return found
+        names_by_gguf[gguf_name] = name
+    return names_by_gguf
 
 
-def _single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors; of experts in one tensor (experts, ...) each apart, and gates apart from what they gate.
 
     Where experts have biases, their matrices are (in, out), and gates alternate with what they gate.
@@ -261,21 +284,24 @@ def _single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
         turned = f"{module}.down_proj_bias" in tensors
         stem, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
         for i in range(tensor.shape[0]):
-            one = selected(tensor, 0, i)
-            halves = [(stem, one)]
+            expert = select_index(tensor, 0, i)
+            halves = [(stem, expert)]
             if stem == "gate_up_proj" and turned:
-                pairs = reshaped(one, (*one.shape[:-1], one.shape[-1] // 2, 2))
-                halves = [("gate_proj", selected(pairs, len(one.shape), 0))]
-                halves += [("up_proj", selected(pairs, len(one.shape), 1))]
+                pairs = reshape_tensor(expert, (*expert.shape[:-1], expert.shape[-1] // 2, 2))
+                halves = [("gate_proj", select_index(pairs, len(expert.shape), 0))]
+                halves += [("up_proj", select_index(pairs, len(expert.shape), 1))]
             elif stem == "gate_up_proj":
-                size = one.shape[0] // 2
-                halves = [("gate_proj", part(one, 0, 0, size)), ("up_proj", part(one, 0, size, size))]
+                size = expert.shape[0] // 2
+                halves = [
+                    ("gate_proj", slice_tensor(expert, 0, 0, size)),
+                    ("up_proj", slice_tensor(expert, 0, size, size)),
+                ]
             for half, each in halves:
-                made = transposed(each) if turned and kind == "weight" else each
-                yield f"{module}.{i}.{half}.{kind}", made
+                weight = transpose_matrix(each) if turned and kind == "weight" else each
+                yield f"{module}.{i}.{half}.{kind}", weight
 
 
-def _stacked(
+def _stack_experts(
     tensors: Iterable[tuple[str, Tensor]], settings: Settings, root: Place
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors, those of single experts as one."""
@@ -288,13 +314,13 @@ def _stacked(
             stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
     count = settings.values.get("expert_count", 0)
     for name, stack in stacks.items():
-        experts = [reshaped(stack[i], (1, *stack[i].shape)) for i in sorted(stack)]
-        if sorted(stack) != list(range(count)) or len({one.shape for one in experts}) > 1:
+        experts = [reshape_tensor(stack[i], (1, *stack[i].shape)) for i in sorted(stack)]
+        if sorted(stack) != list(range(count)) or len({expert.shape for expert in experts}) > 1:
             raise CheckpointError(f"{root}: {name!r} is not of {count} experts, as config.json has them")
-        yield name, joined(name, experts, 0)
+        yield name, concat_tensors(name, experts, 0)
 
 
-def _prepared(name: str, tensor: Tensor, model: Model, settings: Settings) -> Tensor:
+def _prepare_tensor(name: str, tensor: Tensor, model: Model, settings: Settings) -> Tensor:
     """The tensor with llama.cpp's order of rows, meaning of norms and scale of queries."""
     values, leaf = settings.values, re.sub(r"blk\.\d+\.", "", name)
     if leaf.startswith(("attn_q.", "attn_k.")):
@@ -304,19 +330,19 @@ def _prepared(name: str, tensor: Tensor, model: Model, settings: Settings) -> Te
             raise CheckpointError(f"{tensor.name}: has {rows} rows, and config.json {heads} heads of {size}")
         if model.pairs:
             split = (heads, 2, size // 2, *rest)
-            return permuted(tensor, split, (0, 2, 1, *range(3, len(split))))
+            return permute_split_dims(tensor, split, (0, 2, 1, *range(3, len(split))))
     if model.inputs_first and len(tensor.shape) == 2 and leaf.startswith(("attn_", "ffn_")):
-        return transposed(tensor)
+        return transpose_matrix(tensor)
     # Where queries are normalized, they are scaled after that.
     scaled = "attn_q_norm.weight" if model.local_base else "attn_q.weight"
     factor = settings.query_scale if leaf == scaled else 1.0
     term = factor if model.plus_one and leaf.endswith("norm.weight") else 0.0
     if (factor, term) == (1.0, 0.0):
         return tensor
-    return computed(tensor, "F32", len(tensor.shape) - 1, [Affine(factor, term=term)])
+    return apply_edits(tensor, "F32", len(tensor.shape) - 1, [Affine(factor, term=term)])
 
 
-def _type(name: str, dtype: str, shape: Sequence[int], wanted: str | None) -> str:
+def _choose_type(name: str, dtype: str, shape: Sequence[int], wanted: str | None) -> str:
     """The type to write: vectors, position embeddings and routers in F32, other matrices as asked."""
     if dtype not in CASTABLE:
         raise CheckpointError(f"{name}: of the type {dtype}, which --to gguf does not take")

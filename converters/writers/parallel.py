@@ -22,17 +22,17 @@ class _StoppedError(Exception):
     """Ends a job after another one failed."""
 
 
-def cores() -> int:
+def count_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads() -> int:
+def count_threads() -> int:
     """The number of threads: a core each, at most 16."""
-    return min(_MAX_THREADS, cores())
+    return min(_MAX_THREADS, count_cores())
 
 
-def interleaved(groups: Iterable[Iterator[Job]], width: int) -> Iterator[Job]:
+def interleave_jobs(groups: Iterable[Iterator[Job]], width: int) -> Iterator[Job]:
     """The jobs of up to `width` groups by turns, each group's in order; one that ends makes way for the next.
 
     The kernel lets one thread at a time write to a file. With a group for each file, threads do not wait for
@@ -50,7 +50,7 @@ def interleaved(groups: Iterable[Iterator[Job]], width: int) -> Iterator[Job]:
             active.extend(islice(waiting, 1))
 
 
-def in_parallel(jobs: Iterator[Job], progress: Progress, workers: int | None = None) -> None:
+def run_jobs(jobs: Iterator[Job], progress: Progress, workers: int | None = None) -> None:
     """Run every job once, started in order; the first error, or Ctrl-C, stops all and is raised.
 
     Args:
@@ -58,30 +58,30 @@ def in_parallel(jobs: Iterator[Job], progress: Progress, workers: int | None = N
             it must call with the number of bytes processed every few milliseconds, and that stops the job
             after a failure elsewhere.
         progress: receives these numbers, from one thread at a time.
-        workers: the number of threads; None for `threads()`.
+        workers: the number of threads; None for `count_threads()`.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed  # not at the top: slow to import
 
     stop, drawing, reporting = Event(), Lock(), Lock()
 
-    def advance(count: int) -> None:
+    def add_progress(count: int) -> None:
         if stop.is_set():
             raise _StoppedError
         with reporting:
             progress(count)
 
-    def work() -> None:
+    def run_worker() -> None:
         while not stop.is_set():
             with drawing:
                 job = next(jobs, None)
             if job is None:
                 return
-            job(advance)
+            job(add_progress)
 
-    workers = workers or threads()
+    workers = workers or count_threads()
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for ended in as_completed([pool.submit(work) for _ in range(workers)]):
+            for ended in as_completed([pool.submit(run_worker) for _ in range(workers)]):
                 ended.result()
         finally:
             stop.set()

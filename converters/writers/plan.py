@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from converters.tensors.casting import BLOCK_BYTES, Losses
-from converters.tensors.entry import Entry
-from converters.writers.parallel import threads
+from converters.tensors.casting import BLOCK_BYTES, CastLosses
+from converters.tensors.entry import OutputTensor
+from converters.writers.parallel import count_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ class Trailer:
     late: bool = False
 
 
-Part = bytes | Entry | Trailer
+Part = bytes | OutputTensor | Trailer
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class PlannedFile:
     parts: tuple[Part, ...]
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[OutputTensor]:
         """Tensors in the file."""
-        return [part for part in self.parts if isinstance(part, Entry)]
+        return [part for part in self.parts if isinstance(part, OutputTensor)]
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +59,15 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """Complete output of a conversion.
 
     Attributes:
         files: Files that contain tensors.
         documents: Contents of other small files to write, keyed by file name.
         companions: Source paths of files to copy unchanged, keyed by the file name in the output.
-        reopen: Function that opens the written folder and returns its tensors, keyed by `Entry.name`. With
+        reopen: Function that opens the written folder and returns its tensors, keyed by `OutputTensor.name`.
+        With
             `--verify`, these tensors are compared with the source.
         losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
             `carry_out`.
@@ -76,7 +77,7 @@ class Plan:
     documents: Mapping[str, bytes]
     companions: Mapping[str, Place]
     reopen: Callable[[Place], Mapping[str, Tensor]]
-    losses: Losses = field(default_factory=Losses)
+    losses: CastLosses = field(default_factory=CastLosses)
 
     @property
     def names(self) -> set[str]:
@@ -92,7 +93,7 @@ class Plan:
     def buffer(self) -> int:
         """Peak memory used for tensor data while the plan is carried out, in bytes."""
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
-        return BLOCK_BYTES * (3 if casts else 1) * threads()
+        return BLOCK_BYTES * (3 if casts else 1) * count_threads()
 
 
 def count_bytes(part: Part) -> int:

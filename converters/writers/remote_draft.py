@@ -6,8 +6,8 @@ files, the comparison of `--verify` and the completion marker follow. A conversi
 leaves OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or, near the
 end, a folder marked as incomplete, which is never read.
 
-The marker of a folder lists every object that was written, with its version (`written_in`). A program that
-writes to the same folder again can thus tell its own objects from those of others.
+The marker of a folder lists every object that was written, with its version (`read_written_objects`). A
+program that writes to the same folder again can thus tell its own objects from those of others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, printable, redact
+from converters.errors import CheckpointError, CommandError, redact_credentials, to_printable
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, complete
 from converters.storage.listed import Object
 from converters.storage.object_store import abort_uploads, connections, part_bytes
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def written_in(folder: RemotePath, fact: str = "") -> dict[str, Object | None]:
+def read_written_objects(folder: RemotePath, fact: str = "") -> dict[str, Object | None]:
     """What the folder's marker says was written into it; nothing if it has none, or a malformed one.
 
     Args:
@@ -55,15 +55,15 @@ def written_in(folder: RemotePath, fact: str = "") -> dict[str, Object | None]:
     if isinstance(planned, list):  # as earlier releases write them
         objects |= dict.fromkeys(map(str, planned))
     return {
-        name: None if found is None else Object(*found)
-        for name, found in objects.items()
-        if found is None or (isinstance(found, list) and len(found) == 2)
+        name: None if object_ is None else Object(*object_)
+        for name, object_ in objects.items()
+        if object_ is None or (isinstance(object_, list) and len(object_) == 2)
     }
 
 
-def objects_of(folder: RemotePath) -> dict[str, Object]:
+def list_objects(folder: RemotePath) -> dict[str, Object]:
     """Every object below `folder` except the markers."""
-    return {name: found for name, found in folder.objects().items() if name not in (COMPLETE, INCOMPLETE)}
+    return {name: object_ for name, object_ in folder.objects().items() if name not in (COMPLETE, INCOMPLETE)}
 
 
 def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
@@ -73,7 +73,7 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
     if not out.exists():
         return
     if overwrite:
-        check_replaceable(out, objects_of(out).keys() - written_in(out).keys())
+        check_replaceable(out, list_objects(out).keys() - read_written_objects(out).keys())
         return
     if is_unfinished(out):
         raise CommandError(
@@ -96,12 +96,12 @@ class StoreUploads:
         self._single = single
         self._uploads: list[UploadedFile] = []
 
-    def _place(self, name: str) -> RemotePath:
+    def _get_path(self, name: str) -> RemotePath:
         return self.folder if self._single else self.folder / name
 
-    def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
+    def create_file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
         """Begin the upload of a file of pieces of these lengths."""
-        upload = UploadedFile(self._place(name), sum(lengths))
+        upload = UploadedFile(self._get_path(name), sum(lengths))
         self._uploads.append(upload)
         return upload
 
@@ -115,15 +115,15 @@ class StoreUploads:
                 pass
         self._uploads.clear()
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Abort the uploads that have not become objects, if the store is reachable."""
         for upload in self._uploads:
-            upload.discard()
+            upload.abort()
         self._uploads.clear()
 
 
 class StoreOutput(StoreUploads):
-    """Uploads, until `commit` makes objects of them; `publish` or `discard` ends them.
+    """Uploads, until `commit` makes objects of them; `publish` or `abort` ends them.
 
     The other methods are those of `draft.FolderOutput`.
 
@@ -150,14 +150,14 @@ class StoreOutput(StoreUploads):
         self._overwrite = overwrite
         self._planned = sorted(names)
         self._facts = dict(facts)
-        self._there = self._found()
+        self._there = self._list_objects()
         self._token = ""
         self._undo: Callable[[], object] = bool  # which does nothing
         abort_uploads(folder, deep=False)
 
-    def _found(self) -> dict[str, Object]:
+    def _list_objects(self) -> dict[str, Object]:
         if not self._single:
-            return objects_of(self.folder)
+            return list_objects(self.folder)
         with suppress(FileNotFoundError):
             return {"": self.folder.look_up()}
         return {}
@@ -165,13 +165,13 @@ class StoreOutput(StoreUploads):
     def commit(self) -> None:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
         self.folder.refresh()
-        there = self._found()
+        there = self._list_objects()
         if not self._overwrite and (there or self.folder.exists()):
             raise CommandError(f"{self.folder}: appeared while it was being written; nothing was replaced")
-        for name, found in there.items():
-            if self._there.get(name) != found:  # --overwrite did not cover it
+        for name, object_ in there.items():
+            if self._there.get(name) != object_:  # --overwrite did not cover it
                 raise CheckpointError(
-                    f"{printable(self._place(name))}: appeared while {self.folder} was being written; "
+                    f"{to_printable(self._get_path(name))}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
                 )
         if not self._single:
@@ -193,7 +193,7 @@ class StoreOutput(StoreUploads):
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Check the objects that several processes have written; see `draft.FolderOutput`."""
         self.folder.refresh()
-        there = objects_of(self.folder)
+        there = list_objects(self.folder)
         for name, size in sizes.items():
             check_size(self.folder / name, size, there[name].size if name in there else None)
 
@@ -207,14 +207,14 @@ class StoreOutput(StoreUploads):
         if not self._single:
             # A repeated start of an upload, whose first response was lost, leaves an unknown upload.
             abort_uploads(self.folder, deep=False)
-            there = objects_of(self.folder)
+            there = list_objects(self.folder)
             objects = {name: there[name] for name in self._planned if name in there}
             complete(self.folder, self._token, facts=self._facts, objects=objects)
         self._undo = bool
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Remove what was not published, if the store is reachable."""
-        super().discard()
+        super().abort()
         with suppress(CheckpointError):  # what stays is marked as incomplete
             self._undo()
 
@@ -251,14 +251,14 @@ class UploadedFile:
         with self.path.arriving(self._written):
             self._call(lambda *_: self._writer.close())
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Abort the upload; leaves nothing behind if the store is reachable. Never raises."""
         try:
             self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
         except Exception as error:  # the failure that led here matters more
-            _log.debug("%s: an upload was not discarded: %s", self.path, redact(str(error)))
+            _log.debug("%s: an upload was not discarded: %s", self.path, redact_credentials(str(error)))
 
-    def piece(self, number: int) -> UploadedPiece:
+    def get_piece(self, number: int) -> UploadedPiece:
         return UploadedPiece(self, number)
 
 
@@ -272,8 +272,8 @@ class UploadedPiece:
         if self._file.next != self._number:
             self._kept += data
             return
-        kept, self._kept = self._kept, bytearray()
-        self._file.write(kept)
+        pending, self._kept = self._kept, bytearray()
+        self._file.write(pending)
         self._file.write(data)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:

@@ -2,7 +2,7 @@
 
 `renameat2` exchanges two names (Linux; macOS has `renamex_np`), so that one complete folder has the name at
 every moment. Where the file system cannot, the old folder is renamed first; if the process is killed in
-between, the next one that writes there restores it (`recover`).
+between, the next one that writes there restores it (`recover_folder`).
 
     .out.tmp-1234-a1b2c3   being written, or already replaced; the writer holds a lock on it
     .out.old-1234-a1b2c3   the old folder, to be restored where `out` is missing
@@ -88,8 +88,8 @@ def exchange(left: Path, right: Path) -> bool:
     raise OSError(number, os.strerror(number), str(right))
 
 
-def temporary_name(target: Path, kind: str = "tmp") -> Path:
-    """A new hidden name beside `target`, in the form that `recover` looks for."""
+def make_temporary_name(target: Path, kind: str = "tmp") -> Path:
+    """A new hidden name beside `target`, in the form that `recover_folder` looks for."""
     return target.parent / f".{target.name}.{kind}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
@@ -108,7 +108,7 @@ def swap(new: Path, target: Path, old: Path) -> None:
     if not os.path.lexists(target):
         new.rename(target)
         return
-    new.rename(old)  # first: what `recover` deletes as `new` must never be the old folder
+    new.rename(old)  # first: what `recover_folder` deletes as `new` must never be the old folder
     try:
         if exchange(old, target):
             return
@@ -130,16 +130,16 @@ def replace_folder(new: Path, target: Path) -> None:
     Raises:
         OSError: renaming fails; `target` is then unchanged.
     """
-    old = temporary_name(target, "old")
-    held = hold(target)  # or another process could restore it while it is missing for a moment
+    old = make_temporary_name(target, "old")
+    lock = lock_folder(target)  # or another process could restore it while it is missing for a moment
     try:
         swap(new, target, old)
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        let_go(held)
+        release_lock(lock)
 
 
-def hold(folder: Path) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """Lock a folder until this process ends; None if another holds the lock, or locks are not supported."""
     try:
         import fcntl
@@ -157,38 +157,38 @@ def hold(folder: Path) -> int | None:
     return descriptor
 
 
-def let_go(held: int | None) -> None:
-    """Release the lock of `hold`."""
-    if held is not None:
-        os.close(held)
+def release_lock(lock: int | None) -> None:
+    """Release the lock of `lock_folder`."""
+    if lock is not None:
+        os.close(lock)
 
 
-def new_temporary(target: Path) -> tuple[Path, int | None]:
+def create_temporary(target: Path) -> tuple[Path, int | None]:
     """A new empty folder beside `target`, and the lock that marks it as in use."""
     while True:
-        folder = temporary_name(target)
+        folder = make_temporary_name(target)
         folder.mkdir()
-        held = hold(folder)
+        lock = lock_folder(folder)
         if folder.exists():  # else another process removed it as a leftover before it was locked
-            return folder, held
-        let_go(held)
+            return folder, lock
+        release_lock(lock)
 
 
-def recover(target: Path) -> None:
+def recover_folder(target: Path) -> None:
     """Restore `target` after a killed process, and remove that process's leftovers.
 
     Folders locked by a running process stay, and so does everything where locks are not supported.
     """
-    named = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-\d+-[0-9a-f]{{6}}")
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-\d+-[0-9a-f]{{6}}")
     try:
-        found = [
-            (entry, match[1]) for entry in target.parent.iterdir() if (match := named.fullmatch(entry.name))
+        leftovers = [
+            (entry, match[1]) for entry in target.parent.iterdir() if (match := pattern.fullmatch(entry.name))
         ]
     except OSError:
         return
-    for folder, kind in sorted(found, key=lambda each: each[1]):
-        held = hold(folder)
-        if held is None:
+    for folder, kind in sorted(leftovers, key=lambda each: each[1]):
+        lock = lock_folder(folder)
+        if lock is None:
             continue
         try:
             if kind == "old" and not os.path.lexists(target):
@@ -197,4 +197,4 @@ def recover(target: Path) -> None:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
         finally:
-            let_go(held)
+            release_lock(lock)

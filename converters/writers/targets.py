@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
-    from converters.writers.plan import Plan
+    from converters.writers.plan import ConversionPlan
 
 
-def planner(to: str) -> Callable[[Checkpoint, Choices], Plan]:
+def get_planner(to: str) -> Callable[[Checkpoint, Choices], ConversionPlan]:
     """Return the function that plans the output files of a format.
 
     The function raises a `CheckpointError` if the format does not support the checkpoint.
@@ -42,7 +42,7 @@ def planner(to: str) -> Callable[[Checkpoint, Choices], Plan]:
     if to not in WRITERS:
         raise CommandError(f"the format {to!r} is not one of {', '.join(WRITERS)}")
     module, _, function = WRITERS[to].partition(":")
-    plan_files: Callable[[Checkpoint, Choices], Plan] = getattr(import_module(module), function)
+    plan_files: Callable[[Checkpoint, Choices], ConversionPlan] = getattr(import_module(module), function)
     return plan_files
 
 
@@ -70,7 +70,7 @@ def write_checkpoint(
     optimizer: bool = Choices.optimizer,
     names: str | None = None,
     **options: Unpack[Options],
-) -> Plan:
+) -> ConversionPlan:
     """Write a checkpoint in another format, as `portable-convert` does.
 
     Example:
@@ -105,11 +105,13 @@ def write_checkpoint(
         checkpoint = rename_to_published(checkpoint)
     elif names == "live":
         checkpoint = rename_to_live(checkpoint)
-    plan = partial(planner(to), checkpoint, Choices(dtype, max_shard_size, optimizer))
+    plan = partial(get_planner(to), checkpoint, Choices(dtype, max_shard_size, optimizer))
     return carry_out(checkpoint, plan, place(out), single=is_single(to, place(out)), **options)
 
 
-def write_safetensors(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> Plan:
+def write_safetensors(
+    checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]
+) -> ConversionPlan:
     """Write a checkpoint as `model.safetensors`, or as numbered safetensors shards with an index.
 
     Args:
@@ -126,6 +128,6 @@ def write_safetensors(checkpoint: Checkpoint, out: str | Place, **options: Unpac
     return write_checkpoint(checkpoint, out, "safetensors", **options)
 
 
-def write_dcp(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> Plan:
+def write_dcp(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> ConversionPlan:
     """`write_checkpoint` for torch.distributed.checkpoint: `.metadata` and `__0_<i>.distcp`."""
     return write_checkpoint(checkpoint, out, "dcp", **options)

@@ -10,19 +10,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import small_files
+from converters.config_and_tokenizer_files import prepare_companions
 from converters.errors import CheckpointError
-from converters.tensors.entry import Entry
+from converters.tensors.entry import OutputTensor
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import (
     Choices,
-    model_entries,
-    optimizer_entries,
-    plain_groups,
-    required_optimizer,
+    list_model_entries,
+    list_optimizer_entries,
+    require_optimizer,
+    to_plain_groups,
 )
-from converters.writers.plan import Plan, PlannedFile
-from converters.writers.torchzip_writer import reopened, saved
+from converters.writers.plan import ConversionPlan, PlannedFile
+from converters.writers.torchzip_writer import plan_torch_file, reopen_tensors
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
@@ -31,35 +31,37 @@ if TYPE_CHECKING:
 MODEL, OPTIMIZER = "pytorch_model.bin", "optimizer.pt"
 
 
-def plan_torch(checkpoint: Checkpoint, choices: Choices) -> Plan:
+def plan_torch(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     """The plan of `--to torch`; there is one file for the model, whatever `max_shard_size`.
 
     Raises:
         CheckpointError: there are no tensors, or no optimizer state where it is asked for.
     """
-    entries = model_entries(checkpoint, choices.dtype)
+    entries = list_model_entries(checkpoint, choices.dtype)
     state = {entry.name: entry for entry in entries}
     state |= {alias: state[owner] for alias, owner in checkpoint.aliases.items()}
     values: dict[str, Any] = {MODEL: state}
     if choices.optimizer:
-        found = required_optimizer(checkpoint)
-        values[OPTIMIZER] = _state_dict(found, checkpoint.root)
-    files = tuple(PlannedFile(name, tuple(saved(value))) for name, value in values.items())
-    return Plan(files, *small_files(checkpoint, entries), partial(reopened, values))
+        optimizer = require_optimizer(checkpoint)
+        values[OPTIMIZER] = _build_state_dict(optimizer, checkpoint.root)
+    files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
+    return ConversionPlan(files, *prepare_companions(checkpoint, entries), partial(reopen_tensors, values))
 
 
-def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
+def _build_state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
     """`optimizer.state_dict()`, with entries for tensors."""
-    groups = plain_groups(optimizer)
+    groups = to_plain_groups(optimizer)
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}
     if len(numbers) != len(names) or not optimizer.state.keys() <= numbers.keys():
         raise CheckpointError(f"{root}: its optimizer's groups do not list each parameter with state once")
     state: dict[int, dict[str, Any]] = {}
-    for name, what, entry in optimizer_entries(optimizer, root):
-        value = optimizer.state[name][what]
-        held = Entry(f"{OPTIMIZER}: {entry.name}", entry.dtype, entry.tensor)
-        state.setdefault(numbers[name], {})[what] = held if isinstance(value, Tensor) else value
+    for name, state_name, entry in list_optimizer_entries(optimizer, root):
+        value = optimizer.state[name][state_name]
+        renamed_entry = OutputTensor(f"{OPTIMIZER}: {entry.name}", entry.dtype, entry.tensor)
+        state.setdefault(numbers[name], {})[state_name] = (
+            renamed_entry if isinstance(value, Tensor) else value
+        )
     listed = [
         {**group, "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
         for group in groups

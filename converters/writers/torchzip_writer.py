@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.torchzip import TorchZip
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.folder import Folder
-from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
-from converters.tensors.entry import Entry
-from converters.tensors.tensor import Tensor, row_major
+from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, get_itemsize
+from converters.tensors.entry import OutputTensor
+from converters.tensors.tensor import Tensor, compute_row_major_strides
 from converters.writers.plan import Part, Trailer
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Name:
+class PickledGlobal:
     """A global, pickled by name: a class, function or dtype."""
 
     module: str
@@ -45,18 +45,18 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Call:
+class PickledCall:
     """A call of a function or class, run when the pickle is loaded."""
 
-    function: Name
+    function: PickledGlobal
     args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)  # a dict key by identity
-class Made:
+class PickledObject:
     """An object of a class, constructed without arguments, and its state."""
 
-    kind: Name
+    kind: PickledGlobal
     state: Any
 
 
@@ -68,10 +68,10 @@ class Persistent:
 
 
 Memo = dict["Hashable", bytes]
-"""Maps a string, a `Name` or another key to the opcode that fetches its value."""
+"""Maps a string, a `PickledGlobal` or another key to the opcode that fetches its value."""
 
 
-def pickle(value: Any) -> bytes:
+def encode_pickle(value: Any) -> bytes:
     """A protocol 2 pickle of plain containers and the objects above; TypeError for anything else."""
     out = bytearray(b"\x80\x02")
     emit(value, out, {})
@@ -89,17 +89,17 @@ def emit(value: Any, out: bytearray, memo: Memo) -> None:
         out += b"\x8a" + bytes([len(data)]) + data if value < 0 or value > 255 else bytes([0x4B, value])
     elif isinstance(value, float):
         out += b"G" + struct.pack(">d", value)
-    elif isinstance(value, (str, Name)):
-        known = memo.get(value)
-        if known is not None:
-            out += known
+    elif isinstance(value, (str, PickledGlobal)):
+        memo_index = memo.get(value)
+        if memo_index is not None:
+            out += memo_index
             return
-        if isinstance(value, Name):
+        if isinstance(value, PickledGlobal):
             out += b"c" + f"{value.module}\n{value.name}\n".encode()
         else:
             data = value.encode("utf-8", "surrogatepass")
             out += b"X" + struct.pack("<L", len(data)) + data
-        remember(value, out, memo)
+        emit_memo(value, out, memo)
     elif isinstance(value, (tuple, list)):
         out += b"(" if isinstance(value, tuple) else b"]("
         for item in value:
@@ -111,11 +111,11 @@ def emit(value: Any, out: bytearray, memo: Memo) -> None:
             emit(key, out, memo)
             emit(item, out, memo)
         out += b"u"
-    elif isinstance(value, Call):
+    elif isinstance(value, PickledCall):
         emit(value.function, out, memo)
         emit(value.args, out, memo)
         out += b"R"
-    elif isinstance(value, Made):
+    elif isinstance(value, PickledObject):
         emit(value.kind, out, memo)
         out += b")\x81"
         emit(value.state, out, memo)
@@ -127,7 +127,7 @@ def emit(value: Any, out: bytearray, memo: Memo) -> None:
         raise TypeError(f"{type(value).__name__} cannot be pickled here")
 
 
-def remember(key: Hashable, out: bytearray, memo: Memo) -> None:
+def emit_memo(key: Hashable, out: bytearray, memo: Memo) -> None:
     """Append the opcode that stores the value on top of the stack, which `memo[key]` fetches again."""
     number = len(memo)
     short = number < 256
@@ -136,81 +136,86 @@ def remember(key: Hashable, out: bytearray, memo: Memo) -> None:
     memo[key] = (b"h" if short else b"j") + position
 
 
-def size_of(shape: tuple[int, ...]) -> Call:
+def build_size(shape: tuple[int, ...]) -> PickledCall:
     """A `torch.Size`."""
-    return Call(Name("torch", "Size"), (shape,))
+    return PickledCall(PickledGlobal("torch", "Size"), (shape,))
 
 
-def saved(value: Any) -> list[Part]:
+def plan_torch_file(value: Any) -> list[Part]:
     """A complete torch.save file, as parts of a planned file.
 
     Args:
-        value: plain containers, the objects above, and an `Entry` for each tensor. One that occurs twice is
+        value: plain containers, the objects above, and an `OutputTensor` for each tensor. One that occurs
+        twice is
             written once, as two tensors that share their storage.
 
     With several tensors the directory at the end is written late, and each tensor begins at a multiple of 64
     bytes, as torch writes them; with one it is not, so that the parts may lie within a larger file.
     """
-    entries: dict[int, tuple[int, Entry]] = {}
-    pickled = pickle(_with_calls(value, entries))
+    entries: dict[int, tuple[int, OutputTensor]] = {}
+    pickled = encode_pickle(_with_calls(value, entries))
     members = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
-    out, directory, at = bytearray(), bytearray(), 0
+    out, directory, offset = bytearray(), bytearray(), 0
     for name, data in members:
         crc = zlib.crc32(data)
-        directory += _central(name, crc, len(data), at)
-        out += _local(name) + data + _descriptor(crc, len(data))
-        at = len(out)
+        directory += _build_central_header(name, crc, len(data), offset)
+        out += _build_local_header(name) + data + _build_descriptor(crc, len(data))
+        offset = len(out)
     if not entries:
-        return [bytes(out + directory + _end(len(members), len(directory), at))]
+        return [bytes(out + directory + _build_end_record(len(members), len(directory), offset))]
     parts: list[Part] = [bytes(out)]
     many = len(entries) > 1
     listed: list[tuple[str, int, int]] = []
     crcs = [0] * len(entries)
     for number, entry in entries.values():
         name, nbytes = f"data/{number}", entry.nbytes
-        header = _local(name, at if many else None)
-        listed.append((name, nbytes, at))
-        at += len(header) + nbytes + _DESCRIPTOR.size
-        parts += [header, entry, Trailer(_DESCRIPTOR.size, partial(_remember, crcs, number, nbytes))]
+        header = _build_local_header(name, offset if many else None)
+        listed.append((name, nbytes, offset))
+        offset += len(header) + nbytes + _DESCRIPTOR.size
+        parts += [
+            header,
+            entry,
+            Trailer(_DESCRIPTOR.size, partial(_build_descriptor_and_keep_crc, crcs, number, nbytes)),
+        ]
 
     def close(_: int = 0) -> bytes:
         every = bytes(directory) + b"".join(
-            _central(name, crc, nbytes, start)
+            _build_central_header(name, crc, nbytes, start)
             for (name, nbytes, start), crc in zip(listed, crcs, strict=True)
         )
-        return every + _end(len(members) + len(listed), len(every), at)
+        return every + _build_end_record(len(members) + len(listed), len(every), offset)
 
     return [*parts, Trailer(len(close()), close, late=many)]
 
 
-def reopened(values: Mapping[str, Any], folder: Place) -> dict[str, Tensor]:
+def reopen_tensors(values: Mapping[str, Any], folder: Place) -> dict[str, Tensor]:
     """The tensors of files that were written, by the names of the entries in what was to be saved in each."""
-    written, found = Folder(folder), dict[str, Tensor]()
+    written, tensors = Folder(folder), dict[str, Tensor]()
     pending = [(value, TorchZip(written.file(name)).load()) for name, value in values.items()]
     while pending:
         planned, loaded = pending.pop()
-        if isinstance(planned, Entry):
-            found[planned.name] = as_tensor(loaded, planned.name)
+        if isinstance(planned, OutputTensor):
+            tensors[planned.name] = as_tensor(loaded, planned.name)
         elif isinstance(planned, (dict, list, tuple)):
             keys = planned if isinstance(planned, dict) else range(len(planned))
             pending += [(planned[key], loaded[key]) for key in keys]
-    return found
+    return tensors
 
 
-def _remember(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
+def _build_descriptor_and_keep_crc(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
     """The descriptor behind a tensor; keeps its CRC32 for the directory."""
     crcs[number] = crc
-    return _descriptor(crc, nbytes)
+    return _build_descriptor(crc, nbytes)
 
 
-def _with_calls(value: Any, entries: dict[int, tuple[int, Entry]]) -> Any:
+def _with_calls(value: Any, entries: dict[int, tuple[int, OutputTensor]]) -> Any:
     """`value` with the call that rebuilds it for each tensor.
 
     `entries` receives each tensor once, by `id`: its number and itself.
     """
-    if isinstance(value, Entry):
+    if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), (len(entries), value))
-        return _rebuilt(value, number)
+        return _build_rebuild_call(value, number)
     if isinstance(value, dict):
         return {key: _with_calls(item, entries) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -218,39 +223,39 @@ def _with_calls(value: Any, entries: dict[int, tuple[int, Entry]]) -> Any:
     return value
 
 
-def _rebuilt(entry: Entry, number: int) -> Call:
-    width = itemsize(entry.dtype)
+def _build_rebuild_call(entry: OutputTensor, number: int) -> PickledCall:
+    width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
-    kind = Name("torch", storage) if storage else Name("torch.storage", "UntypedStorage")
+    kind = PickledGlobal("torch", storage) if storage else PickledGlobal("torch.storage", "UntypedStorage")
     count = entry.tensor.numel if storage else entry.nbytes
-    strides = tuple(step // width for step in row_major(entry.tensor.shape, width))
+    strides = tuple(step // width for step in compute_row_major_strides(entry.tensor.shape, width))
     located = Persistent(("storage", kind, str(number), "cpu", count))
     place = (located, 0, entry.tensor.shape, strides, False)
-    hooks = Call(Name("collections", "OrderedDict"), ())
+    hooks = PickledCall(PickledGlobal("collections", "OrderedDict"), ())
     if storage:
-        return Call(Name("torch._utils", "_rebuild_tensor_v2"), (*place, hooks))
-    dtype = Name("torch", TO_TORCH[entry.dtype])
-    return Call(Name("torch._utils", "_rebuild_tensor_v3"), (*place, hooks, dtype))
+        return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v2"), (*place, hooks))
+    dtype = PickledGlobal("torch", TO_TORCH[entry.dtype])
+    return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v3"), (*place, hooks, dtype))
 
 
-def _descriptor(crc: int, nbytes: int) -> bytes:
+def _build_descriptor(crc: int, nbytes: int) -> bytes:
     return _DESCRIPTOR.pack(b"PK\7\x08", crc, nbytes, nbytes)
 
 
-def _local(name: str, at: int | None = None) -> bytes:
-    """The header of a member; padded, for one at byte `at` of the file, to where its data is aligned."""
+def _build_local_header(name: str, offset: int | None = None) -> bytes:
+    """The header of a member; padded, for one at byte `offset` of the file, to where its data is aligned."""
     path = f"{_ARCHIVE}/{name}".encode()
     # The zip64 field makes the sizes in the data descriptor 64 bits wide.
     extra = struct.pack("<2H2Q", 1, 16, 0, 0)
-    if at is not None:
-        bare = at + _LOCAL.size + len(path) + len(extra) + 4
+    if offset is not None:
+        bare = offset + _LOCAL.size + len(path) + len(extra) + 4
         padding = -bare % _ALIGNED
         extra += struct.pack("<2s1H", b"FB", padding) + b"Z" * padding
     wide = 0xFFFFFFFF
     return _LOCAL.pack(b"PK\3\4", 45, _FLAGS, 0, 0, 0, 0, wide, wide, len(path), len(extra)) + path + extra
 
 
-def _central(name: str, crc: int, nbytes: int, header: int) -> bytes:
+def _build_central_header(name: str, crc: int, nbytes: int, header: int) -> bytes:
     path = f"{_ARCHIVE}/{name}".encode()
     wide = [value for value in (nbytes, nbytes, header) if value >= 0xFFFFFFFF]
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
@@ -259,7 +264,7 @@ def _central(name: str, crc: int, nbytes: int, header: int) -> bytes:
     return _CENTRAL.pack(b"PK\1\2", 45, 45, _FLAGS, 0, 0, 0, crc, *sizes) + path + extra
 
 
-def _end(count: int, size: int, start: int) -> bytes:
+def _build_end_record(count: int, size: int, start: int) -> bytes:
     wide = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
     locator = _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
     few, narrow = min(count, 0xFFFF), (min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF))

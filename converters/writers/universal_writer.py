@@ -15,16 +15,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import small_files
+from converters.config_and_tokenizer_files import prepare_companions
 from converters.errors import CheckpointError, CommandError, OptimizerStateError
 from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
 from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.entry import Entry
+from converters.tensors.entry import OutputTensor
 from converters.tensors.tensor import Tensor
-from converters.writers.conversion import Choices, model_entries, plain_groups, required_optimizer
-from converters.writers.plan import Plan, PlannedFile
-from converters.writers.torchzip_writer import reopened, saved, size_of
+from converters.writers.conversion import Choices, list_model_entries, require_optimizer, to_plain_groups
+from converters.writers.plan import ConversionPlan, PlannedFile
+from converters.writers.torchzip_writer import build_size, plan_torch_file, reopen_tensors
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
@@ -36,7 +36,7 @@ _STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
+def plan_universal(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     """The plan of `--to deepspeed-universal`: a few files for each parameter, whatever `max_shard_size`.
 
     Raises:
@@ -47,85 +47,95 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
         raise CommandError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
     if parse_dtype(choices.dtype) not in (None, "F32"):
         raise CommandError("--to deepspeed-universal: its masters are float32; leave out --dtype")
-    found = required_optimizer(checkpoint)
-    groups = plain_groups(found)
-    named = [list(group.get("params", [])) for group in groups]
-    model = {entry.name: entry for entry in model_entries(checkpoint, "keep")}
-    _check(checkpoint, named, model)
-    total = _engine_step(checkpoint, found)
+    optimizer = require_optimizer(checkpoint)
+    groups = to_plain_groups(optimizer)
+    group_names = [list(group.get("params", [])) for group in groups]
+    model = {entry.name: entry for entry in list_model_entries(checkpoint, "keep")}
+    _check_optimizer(checkpoint, group_names, model)
+    total = _find_engine_step(checkpoint, optimizer)
     tag = f"global_step{total}_universal"
     values: dict[str, Any] = {}
     step: Any = 0
-    for name in (name for group in named for name in group):
+    for name in (name for group in group_names for name in group):
         master = model[name].tensor
         kind = "F32" if master.dtype in CASTABLE else master.dtype
-        shaped = {MASTER: Entry(f"{name}.{MASTER}", kind, master)}
-        for what, value in found.state.get(name, {}).items():
+        shaped = {MASTER: OutputTensor(f"{name}.{MASTER}", kind, master)}
+        for state_name, value in optimizer.state.get(name, {}).items():
             scalar = not isinstance(value, Tensor) or not value.shape
-            if what == _STEP or (scalar and master.shape):
+            if state_name == _STEP or (scalar and master.shape):
                 # A number or a tensor, as the optimizer that wrote it counts in.
-                held = Entry(f"{name}.{what}", value.dtype, value) if isinstance(value, Tensor) else value
-                values[f"{tag}/{ZERO}/{name}/{what}.pt"] = held
-                step = value if what == _STEP else step
+                saved_value = (
+                    OutputTensor(f"{name}.{state_name}", value.dtype, value)
+                    if isinstance(value, Tensor)
+                    else value
+                )
+                values[f"{tag}/{ZERO}/{name}/{state_name}.pt"] = saved_value
+                step = value if state_name == _STEP else step
             elif not isinstance(value, Tensor) or value.shape != master.shape:
                 raise OptimizerStateError(
-                    f"{checkpoint.root}: {what} of {name!r} has another shape than the parameter, which a "
-                    "universal checkpoint cannot hold"
+                    f"{checkpoint.root}: {state_name} of {name!r} has another shape than the parameter, "
+                    "which a universal checkpoint cannot hold"
                 )
             else:
-                shaped[what] = Entry(f"{name}.{what}", value.dtype, value)
-        for what, entry in shaped.items():
-            values[f"{tag}/{ZERO}/{name}/{what}.pt"] = {"param": entry, "cat_dim": 0, NAME: name}
-    held = Entry(COMMON, step.dtype, step) if isinstance(step, Tensor) else step
-    values[f"{tag}/{COMMON}"] = _common(groups, named, held)
-    sized = [{name: model[name] for name in group} for group in named]
-    trained = {name for group in named for name in group}
+                shaped[state_name] = OutputTensor(f"{name}.{state_name}", value.dtype, value)
+        for state_name, entry in shaped.items():
+            values[f"{tag}/{ZERO}/{name}/{state_name}.pt"] = {"param": entry, "cat_dim": 0, NAME: name}
+    saved_value = OutputTensor(COMMON, step.dtype, step) if isinstance(step, Tensor) else step
+    values[f"{tag}/{COMMON}"] = _build_common_state(groups, group_names, saved_value)
+    sized = [{name: model[name] for name in group} for group in group_names]
+    trained = {name for group in group_names for name in group}
     rest = {name: entry for name, entry in model.items() if name not in trained}
     # Stage 3 opens the second, and reads no tensors from it.
     for file, tensors in zip(_MODELS, (rest, {}), strict=True):
-        values[f"{tag}/{file}"] = _model_states(checkpoint, sized, tensors, total)
-    files = tuple(PlannedFile(name, tuple(saved(value))) for name, value in values.items())
+        values[f"{tag}/{file}"] = _build_model_states(checkpoint, sized, tensors, total)
+    files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
     written = [entry for file in files for entry in file.entries]
-    documents, companions = small_files(checkpoint, written)
-    return Plan(files, {LATEST: tag.encode(), **documents}, companions, partial(reopened, values))
+    documents, companions = prepare_companions(checkpoint, written)
+    return ConversionPlan(
+        files, {LATEST: tag.encode(), **documents}, companions, partial(reopen_tensors, values)
+    )
 
 
-def _check(checkpoint: Checkpoint, named: list[list[str]], model: dict[str, Entry]) -> None:
-    where, flat = checkpoint.root, [name for group in named for name in group]
+def _check_optimizer(
+    checkpoint: Checkpoint, group_names: list[list[str]], model: dict[str, OutputTensor]
+) -> None:
+    location, flat = checkpoint.root, [name for group in group_names for name in group]
     if not flat or len(set(flat)) != len(flat):
-        raise OptimizerStateError(f"{where}: its optimizer's groups do not list each parameter once")
+        raise OptimizerStateError(f"{location}: its optimizer's groups do not list each parameter once")
     for name in flat:
         if name not in model:
-            raise OptimizerStateError(f"{where}: its optimizer names {name!r}, which is not in the model")
+            raise OptimizerStateError(f"{location}: its optimizer names {name!r}, which is not in the model")
         if "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
-            raise CheckpointError(f"{where}: {name!r} cannot be the name of a folder")
+            raise CheckpointError(f"{location}: {name!r} cannot be the name of a folder")
 
 
-def _engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
+def _find_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
     """The step in the metadata, or the optimizer's where that is missing or behind it."""
-    known = checkpoint.metadata.get("step")
+    recorded_step = checkpoint.metadata.get("step")
     step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
     counted = int(step.read().item() if isinstance(step, Tensor) else step or 0)
-    return max(counted, known if type(known) is int and known >= 0 else 0)
+    return max(counted, recorded_step if type(recorded_step) is int and recorded_step >= 0 else 0)
 
 
-def _common(groups: list[dict[str, Any]], named: list[list[str]], step: Any) -> dict[str, Any]:
+def _build_common_state(
+    groups: list[dict[str, Any]], group_names: list[list[str]], step: Any
+) -> dict[str, Any]:
     """`optimizer_state.pt`: stages 1 and 2 read the top, stage 3 reads `optimizer_state_dict`."""
     listed = [{**group, "params": [i]} for i, group in enumerate(groups)]
     return {
         "zero_stage": 1,
-        "partition_count": [1] * len(named),
+        "partition_count": [1] * len(group_names),
         "ds_version": _VERSION,
         "param_groups": listed,
         "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": listed},
     }
 
 
-def _model_states(
-    checkpoint: Checkpoint, groups: list[dict[str, Entry]], rest: dict[str, Entry], step: int
+def _build_model_states(
+    checkpoint: Checkpoint, groups: list[dict[str, OutputTensor]], rest: dict[str, OutputTensor], step: int
 ) -> dict[str, Any]:
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
-    shapes = [{name: size_of(entry.tensor.shape) for name, entry in group.items()} for group in groups]
+    shapes = [{name: build_size(entry.tensor.shape) for name, entry in group.items()} for group in groups]
     return {
         "module": rest,
         "buffer_names": list(rest),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Protocol
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.storage.path_or_url import Place
-    from converters.writers.plan import Plan, PlannedFile
+    from converters.writers.plan import ConversionPlan, PlannedFile
 
 
 class WriterGroup(Protocol):
@@ -64,7 +64,7 @@ def deal_files(files: Sequence[PlannedFile], size: int) -> list[list[PlannedFile
     return [[file for file in files if owners[file.name] == number] for number in range(size)]
 
 
-def compute_plan_digest(plan: Plan) -> str:
+def compute_plan_digest(plan: ConversionPlan) -> str:
     """Compute a digest of the names, tensors and literal bytes of a plan's files."""
     digest = hashlib.blake2b(digest_size=16)
     for file in plan.files:
@@ -101,6 +101,6 @@ def check_size(path: Place, expected: int, actual: int | None) -> None:
     if actual != expected:
         state = "is missing" if actual is None else f"has {actual:,} bytes instead of {expected:,}"
         raise CheckpointError(
-            f"{printable(path)}: {state}, although another process has written it; give all processes the "
+            f"{to_printable(path)}: {state}, although another process has written it; give all processes the "
             "same file system, and write the output again"
         )

@@ -17,13 +17,13 @@ from converters import (
     Checkpoint,
     CheckpointError,
     OptimizerState,
+    compute_fingerprint,
     find_adapter,
-    fingerprint,
     open_checkpoint,
 )
-from converters.adapters.names import PREFIX, part_of, replaced
+from converters.adapters.names import PREFIX, parse_name, parse_replacement
 from converters.adapters.patterns import Matcher, PatternError
-from converters.errors import printable
+from converters.errors import to_printable
 from converters.similar_names import find_similar
 from portable.adapters.initial import NAME, Rows, initial_values
 from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from converters import Tensor as StoredTensor
-    from converters.adapters.adapter import Adapter as StoredAdapter
+    from converters.adapters.adapter import StoredAdapter as StoredAdapter
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
@@ -171,8 +171,8 @@ class Adapter:
         lacking = sorted(self._files.values() - tensors.keys())
         unknown = sorted(tensors.keys() - self._files.values())
         # peft also saves an adapted embedding or head itself, since its rows may have been resized.
-        of_base = [key for key in unknown if replaced(key).name in self._names.values()]
-        unknown = [printable(key) for key in unknown if key not in of_base]
+        of_base = [key for key in unknown if parse_replacement(key).name in self._names.values()]
+        unknown = [to_printable(key) for key in unknown if key not in of_base]
         for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
             require(
                 not names,
@@ -203,7 +203,7 @@ class Adapter:
             raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
         tensors = found.checkpoint.tensors
         for key in of_base:
-            name, model = replaced(key).name, self._run.model.name_or_path
+            name, model = parse_replacement(key).name, self._run.model.name_or_path
             require(
                 _same(base.get(name), tensors[key]),
                 f"adapter.name_or_path: {folder} has a {name} of its own, which differs from that of "
@@ -265,7 +265,7 @@ class Adapter:
         require(
             not others,
             f"checkpoint.resume: {checkpoint.root} was trained with other target_modules or another r "
-            f"({printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
+            f"({to_printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
         )
 
         def optimizer(_: Any) -> OptimizerState | None:
@@ -295,7 +295,7 @@ class Adapter:
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
             values.pop(name, None)
         base = self.base
-        return {"config": values, "base": None if base is None else fingerprint(base)}
+        return {"config": values, "base": None if base is None else compute_fingerprint(base)}
 
     @cached_property
     def base(self) -> Checkpoint | None:
@@ -784,7 +784,7 @@ def _base_names(model: PreTrainedModel, before: Mapping[int, str]) -> dict[str, 
 def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
     """For each trained tensor its name in peft's files."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name: (part_of(name) or replaced(name)).saved for name in trained}
+    return {name: (parse_name(name) or parse_replacement(name)).saved for name in trained}
 
 
 # -- frozen weights ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def check_merge(adapter: Adapter) -> None:
     with scratch_folder("portable-adapter") as folder:
         adapter.write_config(folder)
         tensors = {
-            name: Tensor.contiguous(name, "F32", shape, _Unread(4 * prod(shape)))
+            name: Tensor.from_source(name, "F32", shape, _Unread(4 * prod(shape)))
             for name, shape in adapter.file_shapes.items()
         }
         try:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
-from converters.console import complain, say, visible
-from converters.errors import printable
+from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, format_exit_codes, wrap_main
+from converters.console import escape_control_characters, print_error, print_line
+from converters.errors import to_printable
 from portable.errors import RunError, UserError, one_line
 from portable.paths import FINAL, read_json
 from portable.terminal import loading, tell
@@ -214,7 +214,8 @@ def build_chat_parser() -> argparse.ArgumentParser:
         prog="portable-chat",
         description="Talk to the model of a run in the terminal: to final/, a whole model or an adapter.\n"
         "A model without a chat template continues the text that you type.",
-        epilog=f"in the conversation: {_HELP}; Ctrl-C stops an answer\n\n{exit_codes(DONE, FAILED, REFUSED)}",
+        epilog=f"in the conversation: {_HELP}; Ctrl-C stops an "
+        f"answer\n\n{format_exit_codes(DONE, FAILED, REFUSED)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersion, help="print the version and exit")
@@ -237,7 +238,7 @@ def build_chat_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@command
+@wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-chat`` and return its exit code."""
     arguments = build_chat_parser().parse_args(argv)
@@ -251,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chat = ChatModel(folder, arguments.device)
         _converse(chat, folder, arguments)
     except (UserError, RunError) as error:
-        complain(f"error: {printable(error)}")
+        print_error(f"error: {to_printable(error)}")
         return REFUSED if isinstance(error, UserError) else FAILED
     return DONE
 
@@ -285,11 +286,11 @@ def _converse(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> N
         try:
             for part in chat.answer(messages, **options):
                 parts.append(part)
-                print(visible(part), end="", flush=True)
+                print(escape_control_characters(part), end="", flush=True)
         except KeyboardInterrupt:
             if not interactive:
                 raise
-        say("")
+        print_line("")
         messages.append({"role": "assistant", "content": "".join(parts)})
 
 
@@ -300,7 +301,7 @@ def _read_lines(*, interactive: bool) -> Iterator[str]:
             line = input("> " if interactive else "")
         except EOFError:
             if interactive:
-                say("")
+                print_line("")
             return
         if line.strip():
             yield line

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import shtab
 
-from converters.cli import parser_of as convert_parser
+from converters.cli import build_parser as convert_parser
 from converters.commands import Parser
-from converters.console import say
+from converters.console import print_line
 from portable.command_line import TrainOptions
 from portable.commands.chat import build_chat_parser
 from portable.commands.data import DataOptions
@@ -49,7 +49,7 @@ def completion(argv: Sequence[str]) -> int:
         report_parser(),
         build_chat_parser(),
     )
-    say("\n".join(shtab.complete(program, shell) for program in programs))
+    print_line("\n".join(shtab.complete(program, shell) for program in programs))
     return 0
 
 

@@ -7,8 +7,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from converters.commands import DONE, FAILED, REFUSED, command, exit_codes
-from converters.console import say
+from converters.commands import DONE, FAILED, REFUSED, format_exit_codes, wrap_main
+from converters.console import print_line
 from portable.checks import check
 from portable.command_line import CommandOptions, Count, read_command
 from portable.config.types import PathText  # noqa: TC001  (pydantic reads it)
@@ -36,7 +36,7 @@ examples:
   portable-data --config run.yaml --out s3://b/tokens --processes 32
   portable-data --config run.yaml --out s3://b/tokens --part 2/8  one of eight
 
-{exit_codes(DONE, FAILED, REFUSED)}
+{format_exit_codes(DONE, FAILED, REFUSED)}
 """
 
 
@@ -51,7 +51,7 @@ class DataOptions(CommandOptions):
     """The part of the shards that this machine makes, such as 2/8; default all."""
 
 
-@command
+@wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-data`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     if argv is None:
@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     number, count = _part(given.get("part", "1/1"))
     out = place_of("--out", given["out"])
     with loading():
-        from converters.writers.parallel import cores
+        from converters.writers.parallel import count_cores
         from portable.adapters.settings import with_exports
         from portable.data.dataset import open_sources
         from portable.data.pretokenize import pretokenize
@@ -100,12 +100,12 @@ def run(argv: Sequence[str]) -> int:
             found.context,
             source,
             place,
-            processes=given.get("processes", cores()),
+            processes=given.get("processes", count_cores()),
             part=(number - 1, count),
             progress=sys.stderr.isatty(),
         )
         left = f"; {human_count(made.left, 'shard')} left to other machines" if made.left else ""
-        say(f"{place}: {human_count(made.shards, 'shard')}, {made.tokens:,} tokens{left}")
+        print_line(f"{place}: {human_count(made.shards, 'shard')}, {made.tokens:,} tokens{left}")
     return DONE
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import columns, say
+from converters.console import get_terminal_width, print_line
 from portable.adapters.assemble import looked_at
 from portable.batch_plan import describe_padding, total_steps
 from portable.checkpoint.external import open_for_model, state_of_run
@@ -75,12 +75,12 @@ def dry_run(resolved: Resolved) -> int:
     rows += hours_rows(Plan(planner, [own], own, work=work_of(config, data)))
     for line in _notes(resolved, backend, assembled, data, plan):
         tell(line)
-    say("# The config with every setting")
-    say(dump_yaml(config))
-    say("# Where each setting was set; all others are defaults or derived from these")
-    say(table([*config.came_from.items(), *_list_defaults(resolved)]) + "\n")
-    say("# What this run will do")
-    say(table(rows, columns(sys.stdout)))
+    print_line("# The config with every setting")
+    print_line(dump_yaml(config))
+    print_line("# Where each setting was set; all others are defaults or derived from these")
+    print_line(table([*config.came_from.items(), *_list_defaults(resolved)]) + "\n")
+    print_line("# What this run will do")
+    print_line(table(rows, get_terminal_width(sys.stdout)))
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.commands import Parser
-from converters.console import complain, say
+from converters.console import print_error, print_line
 from portable.checks import check
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
@@ -87,12 +87,12 @@ def import_files(argv: Sequence[str]) -> int:
         found.refused += one.refused
     _drop_assumed_mask(found)
     text, mistakes = config_text(found)
-    say(text.rstrip())
+    print_line(text.rstrip())
     if mistakes:
         raise MistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
     if found.refused:
         without = human_count(len(found.refused), "key")
-        complain(f"note: {without} without a counterpart; comments at the end say what to do")
+        print_error(f"note: {without} without a counterpart; comments at the end say what to do")
         return USER_ERROR
     return 0
 

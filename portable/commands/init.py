@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.commands import Parser
-from converters.console import say
+from converters.console import print_line
 from portable.commands.machines import launch_file, targets, write_new
 from portable.config import load_config
 from portable.config.yaml_text import parse
@@ -49,7 +49,7 @@ def configs() -> Traversable:
 
 def schema(argv: Sequence[str]) -> int:
     """Print the JSON Schema of a config."""
-    say(configs().joinpath("schema.json").read_text("utf-8").rstrip())
+    print_line(configs().joinpath("schema.json").read_text("utf-8").rstrip())
     return 0
 
 
@@ -135,7 +135,7 @@ def init(argv: Sequence[str]) -> int:
             install=options.install,
             spot=not options.on_demand,
         )
-        say(f"wrote {wrote}; its first lines say how to start it, from its folder")
+        print_line(f"wrote {wrote}; its first lines say how to start it, from its folder")
         return 0
     require(len(options.device) < 2, "--device: given more than once; name one kind of device")
     require(not file.exists(), f"init: {file} exists already; give another name")
@@ -156,9 +156,11 @@ def init(argv: Sequence[str]) -> int:
     text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
     write_new(file, text, "give another name")
     command = f"  portable-train --config {shlex.quote(str(file))}"
-    say(f"wrote {file}{size_note}; edit it, then\n{command} --dry-run\n{command}")
+    print_line(f"wrote {file}{size_note}; edit it, then\n{command} --dry-run\n{command}")
     if options.model is not None and not size_note:
-        say("for settings that fit on a device, add --device, such as --device 4090, h100:8, v5e:8 or cpu")
+        print_line(
+            "for settings that fit on a device, add --device, such as --device 4090, h100:8, v5e:8 or cpu"
+        )
     return 0
 
 

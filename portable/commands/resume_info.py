@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, get_args
 
 from converters import CheckpointError
-from converters.console import fitted, say
+from converters.console import print_line, wrap_lines
 from converters.storage.path_or_url import in_store
 from converters.storage.places import files_below
 from portable import plugins
@@ -149,9 +149,9 @@ def describe_checkpoint(path: str, backend_name: str) -> int:
             raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
         if (foreign := open_external(place)) is not None:
             try:
-                say(table(foreign.rows()))
+                print_line(table(foreign.rows()))
             except CheckpointError as error:
                 raise UserError(f"--resume-info: {error}") from error
             return 0
-        say(fitted(describe(checkpoint_of(place), backend_name), sys.stdout))
+        print_line(wrap_lines(describe(checkpoint_of(place), backend_name), sys.stdout))
     return 0

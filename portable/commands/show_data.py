@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from converters.console import say
+from converters.console import print_line
 from portable.adapters.assemble import assemble
 from portable.batch_plan import total_steps
 from portable.data.preview import in_words, preview
@@ -44,5 +44,5 @@ def show_data(resolved: Resolved, count: int) -> int:
     if (few := warn_of_few_steps(config, samples, resolved.world)) is not None:
         tell(f"warning: {few}")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    say(in_words(shown, color=color), coloured=color)
+    print_line(in_words(shown, color=color), coloured=color)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.lazy import at_first_use
+from converters.lazy import make_lazy_getattr
 
 if TYPE_CHECKING:
     from portable.config.load import load_config
@@ -19,4 +19,4 @@ __all__ = [
     "load_config",
 ]
 
-__getattr__ = at_first_use(__name__)
+__getattr__ = make_lazy_getattr(__name__)

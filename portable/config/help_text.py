@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import exit_codes
+from converters.commands import format_exit_codes
 from portable.config import keys
 from portable.config.derived import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
 from portable.config.same_run import ADJUSTABLE
@@ -52,7 +52,7 @@ def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: 
         return _format_overview(about, table, options, usage, width)
     parts = [
         usage,
-        exit_codes(),
+        format_exit_codes(),
         "",
         "options:",
         *(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.console import visible
+from converters.console import escape_control_characters
 from portable.batch import IGNORED
 from portable.data.samples.base import sequence
 from portable.data.tokens.bounded_tokenizer import decode
@@ -210,5 +210,6 @@ def _listed(documents: Sequence[int]) -> str:
 def _marked(pieces: list[tuple[str, bool]], color: bool) -> str:
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
-        f"{opening}{visible(text)}{closing}" if trained else visible(text) for text, trained in pieces
+        f"{opening}{escape_control_characters(text)}{closing}" if trained else escape_control_characters(text)
+        for text, trained in pieces
     )

@@ -97,7 +97,7 @@ def pretrained_weights(
     """
     assert settings.name_or_path is not None
     described = without_quantization(_config_of_base(settings))
-    if described is not None and not converters.dequantizes(described):
+    if described is not None and not converters.can_dequantize(described):
         weights = _dequantized(settings, model, described)
     else:
         weights = _matched(settings, model, files_of(settings, "float32").tensors, grown_from)
@@ -320,8 +320,8 @@ def files_of(settings: ModelConfig, dtype: str) -> Checkpoint:
     """
     try:
         checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
-        plain = converters.quantization_of(checkpoint) is None
-        return checkpoint if plain else converters.dequantized(checkpoint, dtype)
+        plain = converters.read_quantization_config(checkpoint) is None
+        return checkpoint if plain else converters.dequantize_checkpoint(checkpoint, dtype)
     except CheckpointError as error:
         raise UserError(f"model.name_or_path: {error}") from error
 
@@ -334,7 +334,7 @@ def layout_to_export(settings: ModelConfig) -> Checkpoint:
     """
     try:
         checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
-        converters.layout_of(checkpoint)
+        converters.read_writable_config(checkpoint)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: like_base: {error}") from error
     return checkpoint

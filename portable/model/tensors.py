@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from converters import Tensor as StoredTensor
-from converters.tensors.dtypes import numpy_dtype
+from converters.tensors.dtypes import to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ def fill(target: torch.Tensor, source: ReadableTensor, index: Index | None = Non
     """
     if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
         buffer = to_numpy(target.detach())
-        if buffer.dtype == numpy_dtype(source.dtype):
+        if buffer.dtype == to_numpy_dtype(source.dtype):
             source.read(index, out=buffer)
             return
     target.copy_(to_torch(source.read(index)))

@@ -18,10 +18,10 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import converters
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, to_printable
 from converters.storage.path_or_url import in_store
 from converters.storage.places import unused_name
-from converters.writers.replace_folder import recover, swap
+from converters.writers.replace_folder import recover_folder, swap
 from portable.errors import UserError, one_line
 from portable.optim.average import AVERAGE
 from portable.paths import storage_errors, sync_folder, write_durably
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from converters import Adapter, Checkpoint
+    from converters import Checkpoint, StoredAdapter
     from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
     from converters.writers.writer_group import WriterGroup
@@ -69,7 +69,7 @@ def export(
             writes all files.
     """
     leads = group is None or group.number == 0
-    models: list[Checkpoint | Adapter] = []
+    models: list[Checkpoint | StoredAdapter] = []
 
     def prepare() -> str:
         if leads:
@@ -112,7 +112,7 @@ def _open_model(
     beside: Mapping[str, Path],
     average: bool,
     publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
-) -> Checkpoint | Adapter:
+) -> Checkpoint | StoredAdapter:
     """Open a checkpoint as the model or adapter to export. The arguments are those of :func:`export`."""
     opened = converters.open_checkpoint(checkpoint).with_companions(beside)
     if average:
@@ -127,13 +127,13 @@ def _open_model(
     elif publish is not None:
         model, untouched = publish(opened)
     if like is not None:
-        model = converters.quantized_like(model, like, untouched=untouched)
+        model = converters.quantize_like_base(model, like, untouched=untouched)
     return model
 
 
-def _write(model: Checkpoint | Adapter, out: Place, **options: Any) -> None:
+def _write(model: Checkpoint | StoredAdapter, out: Place, **options: Any) -> None:
     write: Any = converters.write_safetensors
-    if isinstance(model, converters.Adapter):
+    if isinstance(model, converters.StoredAdapter):
         write = converters.write_adapter
     write(model, out, **options)
 
@@ -144,7 +144,7 @@ def recover_export(folder: Path) -> None:
     if not os.path.lexists(folder) and os.path.lexists(replaced):
         replaced.rename(folder)
     _retire(replaced, folder)
-    recover(new)  # the converter's partial files
+    recover_folder(new)  # the converter's partial files
     _delete(new)
 
 
@@ -165,13 +165,13 @@ def _put(new: Path, folder: Path) -> None:
 
 def _move_other_objects(folder: RemotePath) -> None:
     """Move objects that no export wrote to another folder, with a warning."""
-    from converters.writers.remote_draft import objects_of, written_in
+    from converters.writers.remote_draft import list_objects, read_written_objects
 
     folder.refresh()
     # If an export was killed near its end, only the names of its objects are known.
-    written = written_in(folder, EXPORTED)
+    written = read_written_objects(folder, EXPORTED)
     planned = {name for name, version in written.items() if version is None}
-    found = {name: version for name, version in objects_of(folder).items() if name not in planned}
+    found = {name: version for name, version in list_objects(folder).items() if name not in planned}
     reasons = {name: _difference(name, version, written) for name, version in found.items()}
     others = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
     if not others:
@@ -180,7 +180,7 @@ def _move_other_objects(folder: RemotePath) -> None:
     for name in others:
         (folder / name).move_to(kept / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-    reason = printable(f"{folder}: {next(iter(others.values()))}{more}")
+    reason = to_printable(f"{folder}: {next(iter(others.values()))}{more}")
     tell(f"warning: {reason}; moved to {kept}")
 
 
@@ -195,7 +195,7 @@ def _retire(old: Path, folder: Path) -> None:
     kept = unused_name(folder.with_name(f"{folder.name}.kept"))
     old.rename(kept)
     sync_folder(folder.parent)
-    tell(f"warning: {printable(f'{folder}: {reason}')}; the old folder is now {kept}")
+    tell(f"warning: {to_printable(f'{folder}: {reason}')}; the old folder is now {kept}")
 
 
 def _not_exported(folder: Path) -> str | None:

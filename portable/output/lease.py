@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import printable
+from converters.errors import to_printable
 from converters.storage.store_errors import ConflictError, UnconditionalError
 from portable.errors import RunError, UserError
 from portable.paths import storage_errors
@@ -157,7 +157,7 @@ class Lease:
 
 
 def _shown(holder: dict[str, Any]) -> str:
-    return printable(f"process {holder.get('pid')} on {holder.get('host')}")
+    return to_printable(f"process {holder.get('pid')} on {holder.get('host')}")
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_without_links
-from converters.writers.replace_folder import recover
+from converters.writers.replace_folder import recover_folder
 from portable.checkpoint.store import CHECKPOINTS, Checkpoints
 from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, FINAL, place_of
@@ -89,7 +89,7 @@ class Output:
     def _lock_folder(self) -> Iterator[None]:
         is_new = not self.work.exists()
         with locked(self.work):
-            recover(self.work / FINAL)
+            recover_folder(self.work / FINAL)
             try:
                 yield
             except UserError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from converters.errors import CheckpointError
 from converters.storage.completion_markers import begin, complete
 from converters.storage.places import copy_file, files_below, is_taken
-from converters.writers.parallel import in_parallel
+from converters.writers.parallel import run_jobs
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes
 from portable.output.lease import Lease
@@ -219,4 +219,4 @@ class Publisher:
 def _upload(files: Mapping[Path, RemotePath]) -> None:
     """Upload files in parallel. The first error is raised after the running uploads have ended."""
     jobs = (lambda _, path=path, target=target: target.upload_file(path) for path, target in files.items())
-    in_parallel(jobs, lambda _: None, UPLOADS)
+    run_jobs(jobs, lambda _: None, UPLOADS)

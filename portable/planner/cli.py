@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from converters.commands import DONE, REFUSED, command, exit_codes
-from converters.console import say
+from converters.commands import DONE, REFUSED, format_exit_codes, wrap_main
+from converters.console import print_line
 from portable.checks import check
 from portable.command_line import CommandOptions, Count, read_command
 from portable.config.types import Flag  # noqa: TC001  (pydantic reads it)
@@ -52,7 +52,7 @@ examples:
   portable-plan --config run.yaml --device v5e --devices 16 --compile
   portable-plan --config run.yaml --budget 50 --price-per-hour h100=2.50,l4=0.70
 
-{exit_codes(DONE, REFUSED)}
+{format_exit_codes(DONE, REFUSED)}
 """
 
 
@@ -86,7 +86,7 @@ class PlanOptions(CommandOptions):
     """Print the plan as JSON."""
 
 
-@command
+@wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-plan`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     if argv is None:
@@ -116,12 +116,12 @@ def run(argv: Sequence[str]) -> int:
         answer = as_json(plan)
         if compiled is not None:
             answer["compiled"] = compiled_report.as_json(*compiled)
-        say(json.dumps(answer, indent=1))
+        print_line(json.dumps(answer, indent=1))
     else:
         width = min(max(60, shutil.get_terminal_size((100, 24)).columns), 110)
-        say(as_text(plan, wide=bool(given.get("wide")), width=width))
+        print_line(as_text(plan, wide=bool(given.get("wide")), width=width))
         if compiled is not None:
-            say("\n" + compiled_report.as_text(*compiled))
+            print_line("\n" + compiled_report.as_text(*compiled))
     return 0
 
 
@@ -174,7 +174,7 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
     require(bool(rows), f"--budget: none of {', '.join(prices)} holds the run on up to {_COUNTS[-1]} devices")
     rows.sort(key=lambda row: float(row["cost"].likely))
     if given.get("json"):
-        say(json.dumps(rows, indent=1, default=lambda found: [found.least, found.most]))
+        print_line(json.dumps(rows, indent=1, default=lambda found: [found.least, found.most]))
         return 0
     shown = []
     for row in rows:
@@ -183,7 +183,7 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
         shown.append(
             (f"{row['devices']} x {row['device']}", f"{costs} for {row['hours']}, {row['strategy']}{beyond}")
         )
-    say(table(shown))
+    print_line(table(shown))
     return 0
 
 

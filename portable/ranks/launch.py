@@ -17,8 +17,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.console import complain
-from converters.interrupts import without_interrupts
+from converters.console import print_error
+from converters.interrupts import ignore_interrupts
 from portable.errors import (
     NOT_EXPORTED,
     REPORTING,
@@ -154,7 +154,7 @@ def launch(
             told = (function, arguments, str(folder), os.getpid(), {**meeting_place, **_world(ranks)})
             processes = [context.Process(target=_rank_main, args=(rank, *told)) for rank in range(ranks)]
             try:
-                with without_interrupts():
+                with ignore_interrupts():
                     for process in processes:
                         process.start()
                 failed = _first_to_fail(processes, folder)
@@ -351,7 +351,7 @@ def _exists(pid: int) -> bool:
 def report_hang(message: str) -> None:
     """Report where this rank hangs to the launcher, or print it under another launcher."""
     if _scratch is None:
-        complain(f"error: {message}")
+        print_error(f"error: {message}")
     else:
         _report(_scratch, RUN_ERROR, message, hang=True)
 

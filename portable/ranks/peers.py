@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from converters.console import complain
+from converters.console import print_error
 from portable.errors import (
     LAUNCHER_SECONDS,
     NOTICE_SECONDS,
@@ -202,7 +202,7 @@ class PeerWatch:
         self._on_failure(self._first)
         prints = self._rank == (1 if self._first.rank == 0 else 0) and not launch.is_launched()
         if prints and not self._first.message:
-            complain(f"error: {self._first.describe()}")
+            print_error(f"error: {self._first.describe()}")
         # The failed rank exits first, so that launchers report it and not this one.
         if self._left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
             return

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import redact
+from converters.errors import redact_credentials
 from converters.storage.path_or_url import is_url
 from converters.writers.gguf_models import MODELS
 from portable import plugins
@@ -132,7 +132,7 @@ def model_card(
             "",
         ]
     )
-    return redact(text)
+    return redact_credentials(text)
 
 
 def _head(config: RunConfig, on_hub: str | None, pipeline: str, kind: str | None, *, alone: bool) -> str:

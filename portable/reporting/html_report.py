@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
-from converters.console import complain, say
-from converters.containers.pickle_reader import plain
-from converters.errors import printable, redact
+from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, format_exit_codes, wrap_main
+from converters.console import print_error, print_line
+from converters.containers.pickle_reader import to_json_value
+from converters.errors import redact_credentials, to_printable
 from converters.storage.path_or_url import in_store, resolve_links
 from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import expand_path
@@ -370,7 +370,7 @@ def _redact(value: Any) -> Any:
         return {key: _redact(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_redact(inner) for inner in value]
-    return redact(value) if isinstance(value, str) else value
+    return redact_credentials(value) if isinstance(value, str) else value
 
 
 def _chart_of(name: str, sources: Container[str]) -> str:
@@ -416,7 +416,7 @@ def parser_of() -> argparse.ArgumentParser:
         prog="portable-report",
         description="Write one self-contained HTML page about a run, or several side by side:\n"
         "loss, learning rate, gradient norm, throughput, memory, MFU, events, settings.",
-        epilog=exit_codes(DONE, FAILED, REFUSED),
+        epilog=format_exit_codes(DONE, FAILED, REFUSED),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersion, help="print the version and exit")
@@ -430,7 +430,7 @@ def parser_of() -> argparse.ArgumentParser:
     return parser
 
 
-@command
+@wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
     arguments = parser_of().parse_args(argv)
@@ -441,10 +441,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with storage_errors("RUN"):
             warnings = write_report(folders, out)
         for line in warnings:
-            complain(f"warning: {printable(line)}")
-        say(printable(out))
+            print_error(f"warning: {to_printable(line)}")
+        print_line(to_printable(out))
     except (UserError, RunError) as error:
-        complain(f"error: {printable(error)}")
+        print_error(f"error: {to_printable(error)}")
         return REFUSED if isinstance(error, UserError) else FAILED
     return DONE
 
@@ -518,7 +518,7 @@ def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 def _plain(value: Any) -> str:
     if value is None or isinstance(value, str):
         return (value or "")[:_MOST_TEXT]
-    return json.dumps(plain(value), default=str)[:_MOST_TEXT]
+    return json.dumps(to_json_value(value), default=str)[:_MOST_TEXT]
 
 
 def _machine(launch: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from converters.console import columns
+from converters.console import get_terminal_width
 from portable.callbacks import Callback
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_time, table
@@ -277,7 +277,7 @@ class Reporter(Callback):
             rows.append(("training loss", f"{self.last_loss:.4f}"))
         if self.last_evaluation:
             rows.append(("evaluation", evaluation_in_words(self.last_evaluation)))
-        return table([*rows, *places], columns(sys.stderr))
+        return table([*rows, *places], get_terminal_width(sys.stderr))
 
     def close(self) -> None:
         if self._metrics is not None:

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from converters.console import visible
+from converters.console import escape_control_characters
 from converters.storage.safe_open import open_without_links
 from portable.errors import RunError, UserError, one_line
 from portable.terminal import LOG
@@ -106,7 +106,7 @@ class RunLog(logging.Handler):
         logging.captureWarnings(False)
         for record in self._kept:
             if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
-                print(visible(record.getMessage()), file=sys.stderr)
+                print(escape_control_characters(record.getMessage()), file=sys.stderr)
         if self._file is not None:
             with suppress(OSError):  # a full disk, which takes the last line no more
                 self._file.close()
@@ -114,7 +114,7 @@ class RunLog(logging.Handler):
 
 class _Visible(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return escape_control_characters(super().format(record))
 
 
 class _OwnFile(logging.FileHandler):

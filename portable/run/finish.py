@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters.console import columns
+from converters.console import get_terminal_width
 from portable.batch import IGNORED
 from portable.batch_plan import describe_padding
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
@@ -127,7 +127,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     )
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
-    return "\n".join([start, table(rows, columns(sys.stderr)), *begun, *hints])
+    return "\n".join([start, table(rows, get_terminal_width(sys.stderr)), *begun, *hints])
 
 
 def _count_samples(prepared: Prepared) -> int | None:

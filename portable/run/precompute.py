@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from converters import CheckpointError, open_checkpoint
-from converters.fingerprints import fingerprint
+from converters.fingerprints import compute_fingerprint
 from portable import plugins
 from portable.adapters.settings import folder_of, weights_in
 from portable.config.sources import training_sources
@@ -89,7 +89,7 @@ def reference_of(config: RunConfig) -> str | None:
     found = {}
     for key, folder in folders.items():
         try:
-            found[key] = None if folder is None else fingerprint(open_checkpoint(folder))
+            found[key] = None if folder is None else compute_fingerprint(open_checkpoint(folder))
         except CheckpointError as error:
             raise UserError(f"{key}: {one_line(error)}") from error
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()

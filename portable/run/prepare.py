@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.writers.parallel import cores
+from converters.writers.parallel import count_cores
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import batch_plan, total_steps
 from portable.config.origins import shown
@@ -248,7 +248,7 @@ def notes_on(
     if (padding := explain_padding(model_config, resolved.config)) is not None:
         lines.append(f"warning: {padding}")
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
-    if workers > (count := cores()):
+    if workers > (count := count_cores()):
         lines.append(
             f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"

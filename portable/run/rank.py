@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import say
+from converters.console import print_line
 from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.errors import RUN_ERROR, ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
@@ -226,7 +226,7 @@ def _evaluate_only(prepared: Prepared, json_file: str | None) -> int:
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)
             rows.append((name.replace(EVALUATION, "evaluation ", 1), shown))
-        say(table(rows))
+        print_line(table(rows))
     return EXIT_DONE
 
 

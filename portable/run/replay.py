@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters.console import say
+from converters.console import print_line
 from portable.checkpoint.store import checkpoints_of
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.errors import UserError, one_line
@@ -100,7 +100,7 @@ def replay_step(run: Prepared, step: int) -> int:
         everything = once_each(everything)
     backend.barrier()
     if backend.rank == 0:
-        say("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
+        print_line("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
     return 0
 
 

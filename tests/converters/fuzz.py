@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from converters import CheckpointError, Tensor, cli, open_checkpoint
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from tests.converters.compare import REFUSALS
 
 LONGEST, LARGEST = 10.0, 300 << 20
@@ -198,7 +198,7 @@ def read_all(folder: Path, out: Path) -> bool:
             if isinstance(tensor, Tensor) and tensor.nbytes < 1 << 24:
                 tensor.read()
         if optimizer:
-            json.dumps(plain(optimizer.param_groups, limit=10_000_000))
+            json.dumps(to_json_value(optimizer.param_groups, limit=10_000_000))
         _ = checkpoint.counters
     except CheckpointError:
         return True

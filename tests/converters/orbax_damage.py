@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow
 
-from converters.containers.crc32c import crc32c
+from converters.containers.crc32c import compute_crc32c
 
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE
 
@@ -30,7 +30,7 @@ def sealed(magic: int, body: bytes, *, compress: bool = False, length: int | Non
         body = pyarrow.Codec("zstd").compress(body, asbytes=True)
     size = 12 + 2 + len(body) + 4 if length is None else length
     data = magic.to_bytes(4, "big") + size.to_bytes(8, "little") + b"\0" + bytes([compress]) + body
-    return data + crc32c(data).to_bytes(4, "little")
+    return data + compute_crc32c(data).to_bytes(4, "little")
 
 
 def files(*names: str) -> bytes:

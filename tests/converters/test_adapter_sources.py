@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from converters import fingerprint, open_checkpoint
+from converters import compute_fingerprint, open_checkpoint
 from converters.cli import main
 
 ZERO = ("zero1", "zero2-bf16", "zero3", "zero3-tied", "zero2-frozen", "zero3-frozen")
@@ -95,7 +95,7 @@ def test_another_base_than_the_recorded_one_is_refused(
     """Our checkpoints record it in `trainer_state.json`, an adapter made from one in its header."""
     source = tmp_path / "step"
     shutil.copytree(adapters / name, source)
-    for recorded, code in ((fingerprint(open_checkpoint(adapters / "base")), 0), ("0" * 32, 2)):
+    for recorded, code in ((compute_fingerprint(open_checkpoint(adapters / "base")), 0), ("0" * 32, 2)):
         state = {"step": 2, "metadata": {"adapter": {"base": recorded}}}
         (source / "trainer_state.json").write_text(json.dumps(state))
         out, folder = tmp_path / f"out{code}", tmp_path / f"folder{code}"

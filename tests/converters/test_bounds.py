@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, open_checkpoint
 from converters.containers.pickle_reader import unpickle
-from converters.names.canonical import paths_without_nesting, split_state_key
+from converters.names.canonical import split_flat_keys, split_state_key
 from converters.names.index_keys import fit_in_order
 from converters.tensors.tiling import check_boxes_tile
 from tests.converters.compare import rewrite
@@ -57,7 +57,7 @@ def test_keys_of_one_hash(shape: str) -> None:
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
             "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
     with quick(), pytest.raises(CheckpointError, match="too large a number"):
-        unpickle(b"\x80\x04" + data, where="f", standins={"m.C": None})
+        unpickle(b"\x80\x04" + data, location="f", standins={"m.C": None})
 
 
 def test_params_of_one_hash(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_names_have_a_length(tmp_path: Path) -> None:
 def test_a_run_has_few_optimizers() -> None:
     keys = [f"c{i}.param_groups" for i in range(20_000)] + [f"w{i}.x" for i in range(20_000)]
     with quick(), pytest.raises(CheckpointError, match="f: damaged, its keys name 20,000 optimizers"):
-        paths_without_nesting(keys, where="f")
+        split_flat_keys(keys, location="f")
 
 
 def with_numbers(metadata: Any) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks.checkpoint_scale import list_keys, write_metadata, write_rank
-from converters import CheckpointError, Tensor, item_checksums, open_checkpoint, write_shard_checksums
+from converters import CheckpointError, Tensor, open_checkpoint, read_item_checksums, write_shard_checksums
 from converters.cli import main
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
@@ -304,7 +304,7 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path, name: str) -> None:
         entry = read_metadata(Folder(run))["model.w"]
         assert isinstance(entry, TensorEntry)
         (item,) = entry.items.values()
-        (checksum,) = item_checksums(run, [(item.file, item.offset, item.length)])
+        (checksum,) = read_item_checksums(run, [(item.file, item.offset, item.length)])
         write_shard_checksums(run, {item.file: {str(item.offset): checksum}})
     assert open_checkpoint(tmp_path / "one").tensors["w"].read().any()
     shutil.copy(tmp_path / "other" / name, tmp_path / "one" / name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters import dequantized, open_checkpoint
+from converters import dequantize_checkpoint, open_checkpoint
 from converters.cli import main
 from converters.quantization.dequantize import METHODS
 from tests.converters.compare import error_of
@@ -316,7 +316,7 @@ def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
             assert found[key].dtype == wanted.dtype
             assert torch.equal(found[key], wanted), key
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    tensor = dequantized(open_checkpoint(source), "float32").tensors[next(iter(whole))]
+    tensor = dequantize_checkpoint(open_checkpoint(source), "float32").tensors[next(iter(whole))]
     part = (slice(None),) * (len(tensor.shape) - 2) + (slice(5, 19), slice(3, 11))
     assert np.array_equal(tensor.read(part), whole[tensor.name][part].numpy())
 

@@ -26,10 +26,10 @@ from converters import open_checkpoint, write_checkpoint
 from converters.cli import main
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
-from converters.tensors.ggml import KINDS, ggml_blocks
+from converters.tensors.ggml import KINDS, quantize_to_ggml
 from converters.tensors.tensor import Tensor
-from converters.writers.gguf_models import MODELS, settings_of
-from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
+from converters.writers.gguf_models import MODELS, read_settings
+from converters.writers.gguf_tokenizer import _LLAMA3, convert_byte_level_bpe
 from tests.converters.compare import error_of
 from tests.object_store import ObjectStore
 
@@ -386,7 +386,7 @@ def test_defaults_are_those_of_transformers() -> None:
     for kind, model in MODELS.items():
         config = transformers.AutoConfig.for_model(kind)
         written_out = {**config.to_dict(), **DIFFERENT.get(kind, {})}
-        settings_of(json.loads(json.dumps(written_out, default=str)), model, Path("model"))
+        read_settings(json.loads(json.dumps(written_out, default=str)), model, Path("model"))
         ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
         values = {**config.to_dict(), **ropes.get("full_attention", ropes)}
         for key, value in {**model.absent, "rms_norm_eps": model.absent.get("rms_norm_eps", 1e-6)}.items():
@@ -420,11 +420,11 @@ def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
     monkeypatch.setattr("converters.tensors.by_rows.BLOCK", 200)
-    tensor = ggml_blocks(Tensor.contiguous("x", "F32", values.shape, Memory(values.tobytes())), kind)
+    tensor = quantize_to_ggml(Tensor.from_source("x", "F32", values.shape, Memory(values.tobytes())), kind)
     with np.errstate(all="ignore"):
         theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     assert tensor.read().tobytes() == theirs.tobytes()
-    assert b"".join(block.tobytes() for block in tensor.blocks(77, set())) == theirs.tobytes()
+    assert b"".join(block.tobytes() for block in tensor.iter_blocks(77, set())) == theirs.tobytes()
 
 
 def test_the_file_and_the_folder(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -454,7 +454,7 @@ def test_one_object_in_a_store(llama: Path, s3: ObjectStore, capfd: pytest.Captu
 def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_path: Path) -> None:
     known = json.loads(tokenizer("llama").to_str())
     config = {"vocab_size": VOCAB, "bos_token_id": 0}
-    assert byte_level_bpe(known, config, [0]) is not None
+    assert convert_byte_level_bpe(known, config, [0]) is not None
     changes: list[dict[str, Any]] = [
         {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": {"type": "Whitespace"}},
@@ -464,7 +464,7 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_p
         {"post_processor": {"type": "BertProcessing"}},
     ]
     for change in changes:
-        assert byte_level_bpe({**known, **change}, config, [0]) is None, change
+        assert convert_byte_level_bpe({**known, **change}, config, [0]) is None, change
     shutil.copytree(llama, tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_text("{")
     write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "x.gguf", "gguf")

@@ -19,10 +19,10 @@ import torch
 
 from converters import CheckpointError, open_checkpoint, write_safetensors
 from converters.cli import main
-from converters.names.canonical import plain_names
+from converters.names.canonical import strip_prefixes
 from converters.storage.path_or_url import place
 from converters.writers import replace_folder as exchange_module
-from converters.writers.draft import FolderOutput, check_output, new_output
+from converters.writers.draft import FolderOutput, check_output, open_output
 from tests.converters.compare import error_of
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is not valid Unicode" in error_of(capsys, source, tmp_path / "out")
     index.unlink()
     with pytest.raises(CheckpointError, match="is not a string"):
-        plain_names({("a", 1): 0, "b": 1}, where="f")  # type: ignore[dict-item]
+        strip_prefixes({("a", 1): 0, "b": 1}, location="f")  # type: ignore[dict-item]
     safetensors.torch.save_file({"a.exp_avg": torch.zeros(6)}, source / "optimizer.safetensors")
     for groups in ([{"params": None}], [{"params": "a"}], [{"params": ["a"], "lr": "\ud800"}]):
         (source / "optimizer.json").write_text(json.dumps({"param_groups": groups}))
@@ -249,7 +249,7 @@ def test_the_source_is_not_replaced_under_another_name(
 
 
 def replace(target: Path, content: str) -> None:
-    with new_output(target, needed=0, overwrite=True) as output:
+    with open_output(target, needed=0, overwrite=True) as output:
         assert isinstance(output, FolderOutput)
         (output.folder / "config.json").write_text(content)
 

@@ -61,7 +61,7 @@ REPEATED = next(case for case in SAMPLED if case.name == "repeated expert")
 def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
     """Build a checkpoint whose tensors have shapes, but no values, beside a file with its config."""
     empty = Memory(b"")
-    tensors = {name: Tensor.contiguous(name, "F32", tuple(shape), empty) for name, shape in shapes.items()}
+    tensors = {name: Tensor.from_source(name, "F32", tuple(shape), empty) for name, shape in shapes.items()}
     file = Path(create_folder().name) / "config.json"
     file.write_text(json.dumps(config))
     companions: dict[str, Any] = {"config.json": file}

@@ -28,9 +28,9 @@ import transformers
 from converters import CheckpointError, Tensor, open_checkpoint
 from converters.cli import main
 from converters.containers import ocdbt
-from converters.containers.crc32c import crc32c
-from converters.containers.zarr import Budget, read_zarr
-from converters.formats.orbax.maxtext import maxtext_layout
+from converters.containers.crc32c import compute_crc32c
+from converters.containers.zarr import ChunkBudget, read_zarr
+from converters.formats.orbax.maxtext import build_maxtext_layout
 from converters.storage import compressed
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
@@ -203,7 +203,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
 
 def as_tensors(arrays: dict[str, Array]) -> dict[tuple[str, ...], Tensor]:
     return {
-        ("params", *name.split(".")): Tensor.contiguous(
+        ("params", *name.split(".")): Tensor.from_source(
             name, map_numpy_dtypes()[value.dtype], value.shape, Memory(value.tobytes())
         )
         for name, value in arrays.items()
@@ -222,16 +222,18 @@ def assert_equal(made: dict[str, Tensor], wanted: dict[str, Array]) -> None:
 def test_maxtext_with_the_names_and_rows_of_transformers(kind: str, scanned: bool) -> None:
     arrays = model(kind, scanned=scanned)
     tensors = as_tensors(arrays)
-    layout = maxtext_layout({path: tensor.shape for path, tensor in tensors.items()}, config(kind), "here")
+    layout = build_maxtext_layout(
+        {path: tensor.shape for path, tensor in tensors.items()}, config(kind), "here"
+    )
     assert layout is not None
     made: dict[str, Tensor] = {}
     for path, tensor in tensors.items():
-        made |= layout.weights(path, tensor)
+        made |= layout.convert_weight(path, tensor)
     assert_equal(made, expected(kind, arrays, scanned=scanned))
     for power, moment in ((1, "mu"), (2, "nu")):
         made = {}
         for path, tensor in tensors.items():
-            made |= layout.moments(path, tensor, moment)
+            made |= layout.convert_moment(path, tensor, moment)
         assert_equal(made, expected(kind, arrays, scanned=scanned, power=power))
 
 
@@ -279,10 +281,10 @@ def test_a_config_or_model_that_does_not_fit_is_refused(
     change: dict[str, Any], shapes: dict[tuple[str, ...], Any], told: str
 ) -> None:
     whole = {path: tensor.shape for path, tensor in as_tensors(model("llama", scanned=True)).items()}
-    assert maxtext_layout(whole, {}, "here") is None
+    assert build_maxtext_layout(whole, {}, "here") is None
     held = {path: shape for path, shape in (whole | shapes).items() if shape is not None}
     with pytest.raises(CheckpointError, match=told):
-        maxtext_layout(held, config("llama", **change), "here")
+        build_maxtext_layout(held, config("llama", **change), "here")
 
 
 # -- chunks --------------------------------------------------------------------------------------------------
@@ -350,7 +352,7 @@ def shards(count: int, inner: int = 1) -> dict[str, Any]:
 
 def array(header: Any, values: Callable[[str], Memory | None]) -> Tensor:
     version = 3 if "chunk_grid" in header else 2
-    return read_zarr("a", json.dumps(header).encode(), version, values, "here", 100, Budget(50))
+    return read_zarr("a", json.dumps(header).encode(), version, values, "here", 100, ChunkBudget(50))
 
 
 def test_chunks_within_a_shard() -> None:
@@ -388,10 +390,10 @@ def test_an_array_that_is_not_read_is_refused_by_name(header: Any, data: bytes |
 
 
 def test_crc32c_is_the_one_of_rfc_3720() -> None:
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert compute_crc32c(b"123456789") == 0xE3069283
+    assert compute_crc32c(bytes(32)) == 0x8A9136AA
     data = bytes(range(256)) * 260  # side by side, and bytes left over
-    assert (crc32c(data[:5001]), crc32c(data[:66001])) == (0x67F60DF9, 0x1F4C3337)
+    assert (compute_crc32c(data[:5001]), compute_crc32c(data[:66001])) == (0x67F60DF9, 0x1F4C3337)
 
 
 def test_a_deep_tree_is_read(tmp_path: Path) -> None:
@@ -461,7 +463,9 @@ def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
     for path in sorted((SAMPLES / "ocdbt" / "d").iterdir()):
         data = path.read_bytes()
         yield (
-            ocdbt._body(Folder(path.parent).file(path.name), 0, len(data), craft.NODE, ocdbt._Cost()).data,
+            ocdbt._read_body(
+                Folder(path.parent).file(path.name), 0, len(data), craft.NODE, ocdbt._MemoryCost()
+            ).data,
             {},
         )
     yield craft.interior(1, "d/data", [("a", 1, 0, 80), ("b", 1, 80, 90)]), {"height": 1}

@@ -15,13 +15,18 @@ import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
-from converters.containers.pickle_reader import inert_members, members_of, plain, unpickle
+from converters.containers.pickle_reader import (
+    build_getattr_standin,
+    list_inert_members,
+    to_json_value,
+    unpickle,
+)
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from tests.converters.compare import assert_same
 
 
 def read(data: bytes, **more: Any) -> Any:
-    return unpickle(data, where="f.pkl", standins=TORCH_STANDINS, **more)
+    return unpickle(data, location="f.pkl", standins=TORCH_STANDINS, **more)
 
 
 VALUES: list[Any] = [
@@ -74,7 +79,7 @@ def test_nothing_is_called(protocol: int, call: Any) -> None:
 
 
 _ENUM = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
-_READS = members_of(inert_members({_ENUM: MEMORY_FORMATS}))
+_READS = build_getattr_standin(list_inert_members({_ENUM: MEMORY_FORMATS}))
 
 
 def by_getattr(owner: bytes, name: bytes) -> bytes:
@@ -90,7 +95,7 @@ _CONTIGUOUS = by_getattr(_LISTED, b"TORCH_CONTIGUOUS_FORMAT")
 def test_a_member_of_a_listed_enumeration_is_read_by_name() -> None:
     prefixes = ("torch.distributed.checkpoint.",)
     standins = {**TORCH_STANDINS, "builtins.getattr": _READS}
-    found = unpickle(_CONTIGUOUS, where="f.pkl", standins=standins, prefixes=prefixes)
+    found = unpickle(_CONTIGUOUS, location="f.pkl", standins=standins, prefixes=prefixes)
     assert found.key == f"{_ENUM}.TORCH_CONTIGUOUS_FORMAT"
     with pytest.raises(CheckpointError, match=r"f\.pkl: .*builtins\.getattr.* no code was run"):
         read(_CONTIGUOUS)  # no format without such members takes it
@@ -117,7 +122,7 @@ def test_no_other_attribute_is_read(data: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"f\.pkl: .*not on the allow-list; no code was run$"):
         unpickle(
             data,
-            where="f.pkl",
+            location="f.pkl",
             standins={**TORCH_STANDINS, "builtins.getattr": _READS},
             prefixes=("torch.distributed.checkpoint.",),
         )
@@ -168,7 +173,7 @@ def test_shared_references_do_not_swell() -> None:
     long = "x" * 100_000
     with pytest.raises(CheckpointError, match="is too large"):
         read(pickle.dumps([long] * 1000))
-    assert len(str(plain([long] * 3, limit=2))) < 300_000
+    assert len(str(to_json_value([long] * 3, limit=2))) < 300_000
 
 
 def memo(value: bytes, then: bytes, times: int) -> bytes:

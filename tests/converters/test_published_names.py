@@ -21,8 +21,8 @@ from converters.names.known_words import find_unknown_names
 from converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
 from converters.names.published import are_live, arrange_for_files, arrange_for_memory
 from converters.storage.bytes import Memory
-from converters.tensors.arranged import arrange
-from converters.tensors.tensor import Box, Tensor, View, row_major
+from converters.tensors.arranged import build_arranged_tensor
+from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 from tests import published_names
 from tests.converters.compare import error_of
 from tests.converters.making import written_by
@@ -65,9 +65,9 @@ def split_among_ranks(name: str, tensor: torch.Tensor) -> Tensor:
     tensor = tensor.detach().contiguous()
     values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     kinds = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
-    strides, shape = row_major(tensor.shape, tensor.element_size()), tuple(tensor.shape)
+    strides, shape = compute_row_major_strides(tensor.shape, tensor.element_size()), tuple(tensor.shape)
     if not shape or shape[0] < 3:
-        return Tensor.contiguous(name, kinds[tensor.dtype], shape, Memory(values))
+        return Tensor.from_source(name, kinds[tensor.dtype], shape, Memory(values))
     boxes, low = [], 0
     for size in (1, 1, shape[0] - 2):
         data = values[low * strides[0] : (low + size) * strides[0]]
@@ -91,7 +91,10 @@ def check_like_transformers(model: Any) -> None:
     assert rules is not None
     live, files = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (state, wanted))
     stored = {name: split_among_ranks(name, tensor) for name, tensor in state.items()}
-    written = {name: arrange(name, values, stored) for name, values in arrange_for_files(live, rules).items()}
+    written = {
+        name: build_arranged_tensor(name, values, stored)
+        for name, values in arrange_for_files(live, rules).items()
+    }
     assert written.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert np.array_equal(written[name].read(), tensor.numpy()), name
@@ -100,7 +103,8 @@ def check_like_transformers(model: Any) -> None:
     assert not are_live(files, rules)
     stored = {name: split_among_ranks(name, tensor) for name, tensor in wanted.items()}
     loaded = {
-        name: arrange(name, values, stored) for name, values in arrange_for_memory(files, rules, live).items()
+        name: build_arranged_tensor(name, values, stored)
+        for name, values in arrange_for_memory(files, rules, live).items()
     }
     assert loaded.keys() == state.keys()
     for name, tensor in state.items():

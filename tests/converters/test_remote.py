@@ -14,7 +14,7 @@ from typing import Any
 import obstore
 import pytest
 
-from converters.errors import CheckpointError, redact
+from converters.errors import CheckpointError, redact_credentials
 from converters.storage import completion_markers as completion
 from converters.storage import credentials
 from converters.storage import object_store as remote
@@ -227,7 +227,7 @@ def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
         '"TOKEN": "abcdef1"',
         "eyJabcdefghijk.eyJabcdefghijk.abcdef",
     ):
-        assert "abcdef" not in redact(text) and "***" in redact(text)
+        assert "abcdef" not in redact_credentials(text) and "***" in redact_credentials(text)
     for text in (
         "s3://bucket/run: plain",
         "tokenizer: HuggingFaceTB/SmolLM2-135M",
@@ -236,7 +236,7 @@ def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "eos_token: <|endoftext|>",
         "sk-learn-of-words and hf_dataset_of_words",
     ):
-        assert redact(text) == text
+        assert redact_credentials(text) == text
 
 
 # -- credentials, endpoints and regions, from where the vendors' own tools take them -------------------------

@@ -60,7 +60,7 @@ def test_the_kernel_copies_until_it_cannot(
     monkeypatch.setattr(outfile, "_KERNEL_COPY", 200_000)
     monkeypatch.setattr(outfile, "FLUSH_BYTES", 150_000)
     told: list[int] = []
-    piece = OutputFile(tmp_path / "file").piece(0)
+    piece = OutputFile(tmp_path / "file").get_piece(0)
     piece.write(b"head")
     copied = piece.copy(span, told.append)
     assert copied == (steps == 99)

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from converters import CheckpointError, Tensor
 from converters.cli import main
-from converters.names.tied_weights import same_values
+from converters.names.tied_weights import has_same_values
 from converters.storage.bytes import Memory
 from converters.tensors import tensor as tensor_module
-from converters.tensors.casting import Losses, cast_blocks
-from converters.tensors.dtypes import numpy_dtype
+from converters.tensors.casting import CastLosses, cast_blocks
+from converters.tensors.dtypes import to_numpy_dtype
 from converters.tensors.tensor import Box, View
 from converters.tensors.tiling import check_boxes_tile
 
@@ -75,7 +75,7 @@ def test_boxes_read_like_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         index = tuple(slice(*sorted((rng.randrange(n + 1), rng.randrange(n + 1)))) for n in shape)
         assert np.array_equal(tensor.read(index), array[index])
     for size in (1, 16, 100, 1 << 20):
-        blocks = [block.copy() for block in tensor.blocks(size, set())]
+        blocks = [block.copy() for block in tensor.iter_blocks(size, set())]
         assert max(block.nbytes for block in blocks) <= max(size, array.itemsize)
         assert np.array_equal(np.concatenate(blocks), array.reshape(-1))
 
@@ -111,25 +111,25 @@ def test_tiling_is_exact(seed: int) -> None:
 
 def test_values_are_the_same_bit_for_bit() -> None:
     def of(*values: float) -> Tensor:
-        return Tensor.contiguous("x", "F32", (2,), Memory(np.array(values, np.float32).tobytes()))
+        return Tensor.from_source("x", "F32", (2,), Memory(np.array(values, np.float32).tobytes()))
 
-    assert same_values(of(1, 0), of(1, 0))
-    assert not same_values(of(1, 0), of(1, 2))
-    assert not same_values(of(1, 0), of(1, -0.0))
+    assert has_same_values(of(1, 0), of(1, 0))
+    assert not has_same_values(of(1, 0), of(1, 2))
+    assert not has_same_values(of(1, 0), of(1, -0.0))
 
 
 # -- casts ---------------------------------------------------------------------------------------------------
 
 
 def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:
-    tensor = Tensor.contiguous("t", source, values.shape, Memory(values.tobytes()))
-    losses = Losses()
+    tensor = Tensor.from_source("t", source, values.shape, Memory(values.tobytes()))
+    losses = CastLosses()
     made = np.concatenate(
         [block.copy() for block in cast_blocks(tensor, target, set(), nbytes=4096, losses=losses)]
     )
     with np.errstate(all="ignore"):
         before, after = (
-            np.frombuffer(values.tobytes(), numpy_dtype(source)).astype(np.float64),
+            np.frombuffer(values.tobytes(), to_numpy_dtype(source)).astype(np.float64),
             made.astype(np.float64),
         )
     assert losses.infinite == np.count_nonzero(np.isinf(after) & ~np.isinf(before))

@@ -958,7 +958,7 @@ KINDS: dict[str, type[Kind]] = {
 
 def use_tokenizer(folder: str, out: str) -> int:
     """Load a tokenizer as a run does, encode texts with it and save it."""
-    from converters.console import complain
+    from converters.console import print_error
     from portable.data.tokens import tokenize
     from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer, tokenizer_digest
     from portable.errors import UserError
@@ -969,7 +969,7 @@ def use_tokenizer(folder: str, out: str) -> int:
         tokenize._encode(loaded, ["words of a text", "", "0 a \x00 é"])
         tokenizer_digest(loaded)
     except UserError as error:
-        complain(f"error: {error}")
+        print_error(f"error: {error}")
         return 2
     loaded.save_pretrained(out)
     return 0

@@ -333,7 +333,7 @@ def test_any_number_of_processes_writes_the_same(
     alone = build_data(given)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
     monkeypatch.setattr(tokenizing, "_ALONE", 1)
-    monkeypatch.setattr(tokenizing, "cores", lambda: 2)
+    monkeypatch.setattr(tokenizing, "count_cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
 
@@ -346,7 +346,7 @@ def test_a_build_that_is_killed_is_continued(
     changed = written(settings, *rows, on_bad_record="skip", split_turns=True)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
     monkeypatch.setattr(tokenizing, "_SAVE_SECONDS", 0)
-    monkeypatch.setattr(tokenizing, "cores", lambda: 1)
+    monkeypatch.setattr(tokenizing, "count_cores", lambda: 1)
     build_data(replace(changed, cache_dir=tmp_path / "whole"))
     (whole,) = (tmp_path / "whole" / "tokens").glob("*/meta.json")
     warned = capsys.readouterr().err.count("warning: skipped")

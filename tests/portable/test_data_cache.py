@@ -193,7 +193,7 @@ def test_processes_and_kills_do_not_show(
     if kind not in IN_PROCESSES:
         return
     monkeypatch.setattr(tokenizing, "_TEXTS_ALONE", 1)
-    monkeypatch.setattr(tokenizing, "cores", lambda: 2)
+    monkeypatch.setattr(tokenizing, "count_cores", lambda: 2)
     assert tree(build(in_memory, tokenizer, tmp_path / "processes").folder) == whole
 
 

@@ -179,7 +179,7 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     else:  # of the marker, after that of what was moved
         s3.fail(status=403, method="POST", query="delete", every=2, times=1)
     with monkeypatch.context() as patch, pytest.raises(UserError):
-        patch.setattr(remote_output.StoreOutput, "discard", lambda _: None)
+        patch.setattr(remote_output.StoreOutput, "abort", lambda _: None)
         export(checkpoint, RemotePath.of(s3.url("run/final")))
     s3.heal()
     assert INCOMPLETE in s3.names("run/final/")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from converters.interrupts import without_interrupts
+from converters.interrupts import ignore_interrupts
 from portable.errors import UserError, one_line
 from portable.plugins import new_python
 
@@ -46,7 +46,7 @@ def ask(
         UserError: it left none, or ``refused``.
     """
     log = answer.with_name(f"{answer.name}.log")
-    with log.open("wb") as errors, without_interrupts():
+    with log.open("wb") as errors, ignore_interrupts():
         process = subprocess.Popen(
             new_python(_DIES_WITH_US + code, str(answer), *arguments),
             env={**environment, "TPU_LOG_DIR": str(answer.parent)},  # megabytes, which libtpu leaves in /tmp

@@ -75,7 +75,7 @@ class ShardChecksums:
         if self.metadata.get(name) != isal_zlib.crc32(data):
             raise CheckpointError(f"{self.path.parent / name}: damaged, or from another save ({CHECKSUMS})")
 
-    def item(self, file: str, offset: int, recorded: Any) -> int:
+    def get_item_checksum(self, file: str, offset: int, recorded: Any) -> int:
         """Return the CRC32 of an item's zip directory.
 
         Args:
@@ -101,12 +101,12 @@ def read_checksums(folder: Folder) -> ShardChecksums | None:
             raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, although {MANIFEST} names it")
         return None
     file = folder.file(CHECKSUMS)
-    found = read_table(file)
-    if found.get("version") == TABLES_VERSION:
-        return _read_tables_index(file.path, found)
-    if found.get("version") != _VERSION:
+    table = read_table(file)
+    if table.get("version") == TABLES_VERSION:
+        return _read_tables_index(file.path, table)
+    if table.get("version") != _VERSION:
         raise CheckpointError(f"{file.path}: damaged, or written by a newer version of this program")
-    metadata, items = found.get("metadata"), found.get("items")
+    metadata, items = table.get("metadata"), table.get("items")
     tables = (metadata, items, *(items.values() if isinstance(items, dict) else ()))
     if (
         not isinstance(metadata, dict)
@@ -142,7 +142,7 @@ def _read_box(path: Place, box: Any) -> Box:
     return tuple(offsets), tuple(sizes)
 
 
-def item_checksums(folder: str | Place, items: Iterable[tuple[str, int, int]]) -> list[int]:
+def read_item_checksums(folder: str | Place, items: Iterable[tuple[str, int, int]]) -> list[int]:
     """The CRC32 of each item's zip directory, for `write_shard_checksums`.
 
     Reads the directories, a few kilobytes each, and no tensor data.
@@ -163,14 +163,14 @@ def write_shard_checksums(folder: str | Place, items: Mapping[str, Mapping[str, 
 
     Args:
         folder: of the metadata.
-        items: shard file -> offset of an item -> its `item_checksums`, from all ranks.
+        items: shard file -> offset of an item -> its `read_item_checksums`, from all ranks.
 
     Raises:
         CheckpointError: there is no metadata.
         OSError: the file exists already, or cannot be written.
     """
     folder = place(folder)
-    metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in metadata_files(folder)}
+    metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in list_metadata_files(folder)}
     if not metadata:
         raise CheckpointError(f"{folder}: holds no DCP metadata to checksum")
     document = {"version": _VERSION, "metadata": metadata, "items": items}
@@ -181,7 +181,7 @@ def write_shard_checksums(folder: str | Place, items: Mapping[str, Mapping[str, 
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
-def metadata_files(folder: Place) -> list[str]:
+def list_metadata_files(folder: Place) -> list[str]:
     """The names of the metadata files in `folder`; empty where it is no complete DCP folder."""
     names = [name for name in names_in(folder) if _METADATA.fullmatch(name)]
     return [".metadata"] if ".metadata" in names else names

@@ -17,15 +17,15 @@ from converters.containers.pickle_reader import (
     Global,
     Instance,
     Standin,
-    inert_members,
+    build_getattr_standin,
     is_index,
-    members_of,
+    list_inert_members,
     unpickle,
 )
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from converters.containers.untrusted import require_attributes, require_list, require_mapping, require_shape
 from converters.errors import CheckpointError
-from converters.formats.dcp.checksums import metadata_files, read_checksums
+from converters.formats.dcp.checksums import list_metadata_files, read_checksums
 from converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
 
@@ -42,7 +42,7 @@ _CLASSES = "torch.distributed.checkpoint."
 _MEMBERS = {f"{_CLASSES}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMATS}
 _STANDINS: Mapping[str, Standin | None] = {
     **TORCH_STANDINS,
-    "builtins.getattr": members_of(inert_members(_MEMBERS)),
+    "builtins.getattr": build_getattr_standin(list_inert_members(_MEMBERS)),
 }
 
 
@@ -67,7 +67,7 @@ class TensorEntry:
         path: the dict keys and list indices it was flattened from, or None where the writer kept none.
         shape: of the whole tensor.
         chunks: (offsets, sizes) of each chunk.
-        items: `chunk_key` of a chunk's offsets -> where it lies.
+        items: `format_chunk_key` of a chunk's offsets -> where it lies.
     """
 
     folder: Folder
@@ -92,7 +92,7 @@ class ValueEntry:
 Entry = TensorEntry | ValueEntry
 
 
-def chunk_key(offsets: Dims | None) -> str:
+def format_chunk_key(offsets: Dims | None) -> str:
     """The dict key of a chunk: a string, since numbers can be chosen to collide (`pickle_reader.MAX_KEY`)."""
     return repr(offsets)
 
@@ -106,7 +106,7 @@ def read_metadata(folder: Folder) -> dict[str, Entry]:
     """
     merged: dict[str, Entry] = {}
     checksums = read_checksums(folder)
-    for name in metadata_files(folder.path):
+    for name in list_metadata_files(folder.path):
         for key, entry in read_metadata_file(folder, name, checksums).items():
             merged[key] = _merge(merged[key], entry) if key in merged else entry
     return merged
@@ -127,42 +127,42 @@ def read_metadata_file(folder: Folder, name: str, checksums: ShardChecksums | No
         CheckpointError: If the file is damaged.
     """
     file = folder.file(name)
-    where = str(file.path)
+    location = str(file.path)
     data = file.read(0, file.nbytes)
     if checksums is not None:
         checksums.check_metadata(name, data)
-    root = unpickle(data, where=where, standins=_STANDINS, prefixes=(_CLASSES,))
-    fields = require_attributes(root, "Metadata", where)
-    described = require_mapping(fields.get("state_dict_metadata"), "state_dict_metadata", where)
-    stored = require_mapping(fields.get("storage_data"), "storage_data", where)
-    items = _items(folder, stored, where, checksums)
+    root = unpickle(data, location=location, standins=_STANDINS, prefixes=(_CLASSES,))
+    fields = require_attributes(root, "Metadata", location)
+    described = require_mapping(fields.get("state_dict_metadata"), "state_dict_metadata", location)
+    stored = require_mapping(fields.get("storage_data"), "storage_data", location)
+    items = _read_items(folder, stored, location, checksums)
     if "planner_data" not in fields:
-        raise CheckpointError(f"{where}: damaged, or not DCP metadata (no planner_data)")
+        raise CheckpointError(f"{location}: damaged, or not DCP metadata (no planner_data)")
     planned = fields["planner_data"]
     if not isinstance(planned, dict) or not planned:
         planned = None
     if not described.keys() >= items.keys() or (planned is not None and planned.keys() != described.keys()):
-        raise CheckpointError(f"{where}: damaged, its tables name different keys")
+        raise CheckpointError(f"{location}: damaged, its tables name different keys")
     entries: dict[str, Entry] = {}
     # planner_data keeps the order of the state dict; the other tables are in the order the ranks wrote.
     for key in described if planned is None else planned:
         description = described[key]
         if not isinstance(key, str):
-            raise CheckpointError(f"{where}: damaged, a key is not a string")
+            raise CheckpointError(f"{location}: damaged, a key is not a string")
         if len(key) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{where}: holds a key of {len(key):,} characters, too long for a parameter"
+                f"{location}: holds a key of {len(key):,} characters, too long for a parameter"
             )
-        path = None if planned is None else _path(planned[key], key, where)
+        path = None if planned is None else _read_key_path(planned[key], key, location)
         kind = description.key.rpartition(".")[2] if isinstance(description, Instance) else ""
         stored = items.get(key, {})
         if kind == "TensorStorageMetadata":
-            dtype, shape, chunks = _described(description, key, where)
+            dtype, shape, chunks = _read_tensor_properties(description, key, location)
             entries[key] = TensorEntry(folder, key, path, dtype, shape, chunks, stored)
-        elif kind == "BytesStorageMetadata" and list(stored) == [chunk_key(None)]:
-            entries[key] = ValueEntry(folder, key, path, stored[chunk_key(None)])
+        elif kind == "BytesStorageMetadata" and list(stored) == [format_chunk_key(None)]:
+            entries[key] = ValueEntry(folder, key, path, stored[format_chunk_key(None)])
         else:
-            raise CheckpointError(f"{where}: damaged description of {key!r}")
+            raise CheckpointError(f"{location}: damaged description of {key!r}")
     return entries
 
 
@@ -180,18 +180,20 @@ def _merge(left: Entry, right: Entry) -> Entry:
     raise CheckpointError(f"{left.folder.path}: the ranks' metadata disagree about {left.key!r}")
 
 
-def _path(path: Any, key: str, where: str) -> KeyPath:
+def _read_key_path(path: Any, key: str, location: str) -> KeyPath:
     # The key is the path joined with dots, so each verifies the other.
-    named = isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
-    if named and len(path) <= MAX_PATH and ".".join(map(str, path)) == key:
+    is_key_path = (
+        isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
+    )
+    if is_key_path and len(path) <= MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
-    raise CheckpointError(f"{where}: damaged, the path of {key!r} does not match it")
+    raise CheckpointError(f"{location}: damaged, the path of {key!r} does not match it")
 
 
-def _items(
-    folder: Folder, stored: dict[Any, Any], where: str, checksums: ShardChecksums | None
+def _read_items(
+    folder: Folder, stored: dict[Any, Any], location: str, checksums: ShardChecksums | None
 ) -> dict[str, dict[str, Item]]:
-    """Key -> `chunk_key` -> item.
+    """Key -> `format_chunk_key` -> item.
 
     No two items may share a byte, but for tied tensors: the same item under two keys, in a file all of whose
     bytes have an item. A damaged position leaves some without.
@@ -199,31 +201,35 @@ def _items(
     items: dict[str, dict[str, Item]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in stored.items():
-        at = require_attributes(index, "MetadataIndex", where)
-        stored_at = require_attributes(info, "_StorageInfo", where)
-        key, name = at.get("fqn"), stored_at.get("relative_path")
+        index_fields = require_attributes(index, "MetadataIndex", location)
+        stored_at = require_attributes(info, "_StorageInfo", location)
+        key, name = index_fields.get("fqn"), stored_at.get("relative_path")
         if not isinstance(key, str) or not isinstance(name, str):
-            raise CheckpointError(f"{where}: damaged storage entry")
+            raise CheckpointError(f"{location}: damaged storage entry")
         if len(key) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{where}: holds a key of {len(key):,} characters, too long for a parameter"
+                f"{location}: holds a key of {len(key):,} characters, too long for a parameter"
             )
-        chunk = chunk_key(
-            None if at.get("offset") is None else require_shape(at["offset"], f"a chunk of {key!r}", where)
+        chunk = format_chunk_key(
+            None
+            if index_fields.get("offset") is None
+            else require_shape(index_fields["offset"], f"a chunk of {key!r}", location)
         )
         offset, length = require_shape(
-            (stored_at.get("offset"), stored_at.get("length")), f"the position of {key!r}", where
+            (stored_at.get("offset"), stored_at.get("length")), f"the position of {key!r}", location
         )
         if stored_at.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {key!r} is compressed by a DCP extension; save again without it")
+            raise CheckpointError(
+                f"{location}: {key!r} is compressed by a DCP extension; save again without it"
+            )
         file = folder.file(name)
         if offset + length > file.nbytes:
             raise CheckpointError(
                 f"{file.path}: truncated, {key!r} would end at byte {offset + length} of {file.nbytes}"
             )
         if chunk in items.setdefault(key, {}):
-            raise CheckpointError(f"{where}: {key!r} is stored twice")
-        checksum = checksums.item(name, offset, stored_at.get("checksum")) if checksums else None
+            raise CheckpointError(f"{location}: {key!r} is stored twice")
+        checksum = checksums.get_item_checksum(name, offset, stored_at.get("checksum")) if checksums else None
         items[key][chunk] = Item(name, offset, length, checksum)
         spans.setdefault(name, []).append((offset, offset + length, key))
     files: dict[object, list[tuple[int, int, str]]] = {}
@@ -235,25 +241,29 @@ def _items(
         gap = any(stop < start for (_, stop, _), (start, _, _) in pairwise(taken))
         for (first, stop, key), (start, end, other) in pairwise(taken):
             if start < stop and (gap or (first, stop) != (start, end)):
-                raise CheckpointError(f"{where}: damaged, {key!r} and {other!r} share bytes of a file")
+                raise CheckpointError(f"{location}: damaged, {key!r} and {other!r} share bytes of a file")
     return items
 
 
-def _described(
-    description: Instance, key: str, where: str
+def _read_tensor_properties(
+    description: Instance, key: str, location: str
 ) -> tuple[str, Dims, tuple[tuple[Dims, Dims], ...]]:
     """(dtype, shape, chunks) of one tensor."""
-    fields = require_attributes(description, "TensorStorageMetadata", where)
+    fields = require_attributes(description, "TensorStorageMetadata", location)
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, Instance) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     name = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else "?"
     if name not in FROM_TORCH:
-        raise CheckpointError(f"{where}: {key!r} has the element type {name}, which is not supported")
-    what = f"a chunk of {key!r}"
+        raise CheckpointError(f"{location}: {key!r} has the element type {name}, which is not supported")
+    chunk_name = f"a chunk of {key!r}"
     extents = []
-    for chunk in require_list(fields.get("chunks"), f"the list of chunks of {key!r}", where):
-        parts = require_attributes(chunk, "ChunkStorageMetadata", where)
-        offsets = require_shape(parts.get("offsets"), what, where)
-        extents.append((offsets, require_shape(parts.get("sizes"), what, where)))
-    return FROM_TORCH[name], require_shape(fields.get("size"), f"the shape of {key!r}", where), tuple(extents)
+    for chunk in require_list(fields.get("chunks"), f"the list of chunks of {key!r}", location):
+        parts = require_attributes(chunk, "ChunkStorageMetadata", location)
+        offsets = require_shape(parts.get("offsets"), chunk_name, location)
+        extents.append((offsets, require_shape(parts.get("sizes"), chunk_name, location)))
+    return (
+        FROM_TORCH[name],
+        require_shape(fields.get("size"), f"the shape of {key!r}", location),
+        tuple(extents),
+    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.errors import CheckpointError
-from converters.formats.torch_save.optimizer import moment_shape
-from converters.names.canonical import Path, Roles, is_number, known_name
-from converters.names.index_keys import candidates_of, check_listed, names_of_indices
+from converters.formats.torch_save.optimizer import find_moment_shape
+from converters.names.canonical import Path, Roles, find_plain_name, is_number
+from converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def build_optimizer(
     read_state: Callable[[str, str], Tensor | Scalar | None],
     read_value: Callable[[str], Any],
     *,
-    where: str,
+    location: str,
     order: Sequence[str] | None = None,
 ) -> OptimizerState:
     """The optimizer of a flattened state dict.
@@ -41,53 +41,55 @@ def build_optimizer(
     """
     state: State = {}
     for parameter, entries in roles.state.items():
-        name = known_name(parameter, tensors)
+        name = find_plain_name(parameter, tensors)
         if name in state:
-            raise CheckpointError(f"{where}: two optimizer states are called {name!r}")
-        read = {what: read_state(key, f"{name}.{what}") for what, key in entries.items()}
-        state[name] = {what: value for what, value in read.items() if value is not None}
+            raise CheckpointError(f"{location}: two optimizer states are called {name!r}")
+        read = {state_name: read_state(key, f"{name}.{state_name}") for state_name, key in entries.items()}
+        state[name] = {state_name: value for state_name, value in read.items() if value is not None}
 
-    def groups() -> ParamGroups:
-        return _groups({path: read_value(key) for path, key in roles.groups.items()}, tensors, where)
+    def build_groups() -> ParamGroups:
+        return _build_groups({path: read_value(key) for path, key in roles.groups.items()}, tensors, location)
 
     if not state or not all(is_number(name) and name not in tensors for name in state):
-        return OptimizerState(state, groups)
-    listed = groups()
+        return OptimizerState(state, build_groups)
+    listed = build_groups()
     keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
-    check_listed(keys, state, f"{where}: the optimizer")
-    shapes = {key: moment_shape(values) for key, values in state.items()}
-    candidates = candidates_of(order or list(tensors), tensors)
-    names = names_of_indices(keys, shapes, candidates, f"{where}: the optimizer")
+    check_listed(keys, state, f"{location}: the optimizer")
+    shapes = {key: find_moment_shape(values) for key, values in state.items()}
+    candidates = list_candidates(order or list(tensors), tensors)
+    names = map_indices_to_names(keys, shapes, candidates, f"{location}: the optimizer")
     for group in listed:
         group["params"] = [names[key] for key in group["params"]]
     return OptimizerState({names[index]: value for index, value in state.items()}, listed)
 
 
-def _groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], where: str) -> ParamGroups:
+def _build_groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], location: str) -> ParamGroups:
     """`param_groups` from one list, one item per value, or one item per parameter and value."""
     whole = values.get(())
     if whole is not None:
-        groups = plain(whole)
+        groups = to_json_value(whole)
     elif values and all(isinstance(path[0], int) for path in values):
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
             index = int(path[0])
             if index > len(groups):  # every group has a value, and the values are sorted by group
                 raise CheckpointError(
-                    f"{where}: damaged, param_groups {len(groups)} of the optimizer is missing"
+                    f"{location}: damaged, param_groups {len(groups)} of the optimizer is missing"
                 )
             while len(groups) <= index:
                 groups.append({})
-            _put(groups[index], path[1:], plain(value))
+            _put(groups[index], path[1:], to_json_value(value))
     else:
-        groups = _merged({".".join(map(str, path)): plain(value) for path, value in values.items()})
+        groups = _merge_flat_groups(
+            {".".join(map(str, path)): to_json_value(value) for path, value in values.items()}
+        )
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointError(f"{where}: the optimizer's param_groups are not a list of groups")
+        raise CheckpointError(f"{location}: the optimizer's param_groups are not a list of groups")
     for group in groups:
         params = group.get("params", [])
         if not isinstance(params, list):
-            raise CheckpointError(f"{where}: the params of an optimizer group are not a list")
-        group["params"] = [known_name(str(param), tensors) for param in params]
+            raise CheckpointError(f"{location}: the params of an optimizer group are not a list")
+        group["params"] = [find_plain_name(str(param), tensors) for param in params]
     return groups
 
 
@@ -105,12 +107,12 @@ def _put(group: dict[str, Any], path: Path, value: Any) -> None:
         items.append(value)
 
 
-def _merged(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _merge_flat_groups(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Groups from torch's flattened `<parameter>.<hyperparameter>`: equal values make one group."""
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        parameter, _, what = key.rpartition(".")
-        by_parameter.setdefault(parameter, {})[what] = value
+        parameter, _, hyperparameter = key.rpartition(".")
+        by_parameter.setdefault(parameter, {})[hyperparameter] = value
     groups: dict[str, dict[str, Any]] = {}
     for parameter, values in by_parameter.items():
         group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})

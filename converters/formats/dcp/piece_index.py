@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.formats.dcp.checksums import CHECKSUMS, metadata_files
-from converters.formats.dcp.metadata import Item, TensorEntry, ValueEntry, chunk_key, read_metadata
+from converters.formats.dcp.checksums import CHECKSUMS, list_metadata_files
+from converters.formats.dcp.metadata import Item, TensorEntry, ValueEntry, format_chunk_key, read_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,7 +100,7 @@ class PieceIndex:
             offsets, sizes, facts = tuple(row[:dims]), tuple(row[dims : 2 * dims]), row[2 * dims :]
             chunks.append((offsets, sizes))
             if facts[0] >= 0:
-                items[chunk_key(offsets)] = self._to_item(facts)
+                items[format_chunk_key(offsets)] = self._to_item(facts)
         return replace(entry, chunks=tuple(chunks), items=items)
 
     def _to_item(self, facts: list[int]) -> Item:
@@ -135,7 +135,7 @@ def write_index(entries: Mapping[str, Entry], path: Path) -> None:
     for key, entry in entries.items():
         if isinstance(entry, TensorEntry):
             rows = [
-                (*offsets, *sizes, *describe(entry.items.get(chunk_key(offsets))))
+                (*offsets, *sizes, *describe(entry.items.get(format_chunk_key(offsets))))
                 for offsets, sizes in entry.chunks
                 if len(offsets) == len(sizes) == len(entry.shape)
             ]
@@ -182,7 +182,7 @@ def open_index(folder: Folder, build_once: BuildOnce) -> PieceIndex | None:
 def _describe_version(folder: Folder) -> str:
     """Describe which metadata a folder has, so that a changed folder gets another index."""
     facts: list[object] = [str(folder.path)]
-    for name in (*metadata_files(folder.path), CHECKSUMS):
+    for name in (*list_metadata_files(folder.path), CHECKSUMS):
         path = folder.path / name
         if not path.is_file():
             continue

@@ -14,27 +14,27 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, Scalar
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.pickle_reader import shown
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from converters.containers.pickle_reader import format_value
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats import Format, Source
-from converters.formats.dcp.checksums import CHECKSUMS, is_metadata_file, metadata_files
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from converters.formats import CheckpointPath, Format
+from converters.formats.dcp.checksums import CHECKSUMS, is_metadata_file, list_metadata_files
 from converters.formats.dcp.metadata import (
     Dims,
     Entry,
     Item,
     TensorEntry,
-    chunk_key,
+    format_chunk_key,
     read_metadata,
 )
 from converters.formats.dcp.tables import ShardedTensor, ShardTables, open_tables
-from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
+from converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
 from converters.storage.safe_open import child, mentions
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ MEGATRONS = "common.pt"
 """Beside the shards of Megatron-Core, which has a format of its own."""
 
 
-def _folders(path: Place) -> list[Place]:
+def _find_folders(path: Place) -> list[Place]:
     """The DCP folders of the checkpoint at `path`: itself, or Accelerate's pair below it."""
-    if metadata_files(path):
+    if list_metadata_files(path):
         return [] if is_megatrons(path) else [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
-    if not metadata_files(pair[0]):
+    if not list_metadata_files(pair[0]):
         return []
-    return [child(path, folder.name) for folder in pair if metadata_files(folder)]
+    return [child(path, folder.name) for folder in pair if list_metadata_files(folder)]
 
 
 def is_megatrons(folder: Place) -> bool:
@@ -67,7 +67,7 @@ def is_megatrons(folder: Place) -> bool:
     return (folder / MEGATRONS).is_file() or mentions(folder / "metadata.json", b'"torch_dist"')
 
 
-def _incomplete(source: Source) -> str | None:
+def _explain_incomplete(source: CheckpointPath) -> str | None:
     path = source.path
     if path.is_file() and (path.name.endswith(".distcp") or is_metadata_file(path)):
         return f"{path}: one file of a DCP checkpoint; give its folder"
@@ -77,10 +77,10 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
-    where = str(source.path)
+def _open(source: CheckpointPath, folders: Sequence[Place]) -> Checkpoint:
+    location = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
-        raise CheckpointError(f"{where}: holds several models; give one of its {_MODEL_FOLDER}* folders")
+        raise CheckpointError(f"{location}: holds several models; give one of its {_MODEL_FOLDER}* folders")
     entries: dict[str, Entry] = {}
     builders: dict[str, Callable[[TensorEntry, str], Tensor]] = {}
     for path in folders:
@@ -94,40 +94,40 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         return builders[entry.key](entry, name)
 
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
-    paths = nested if len(nested) == len(entries) else paths_without_nesting(entries, where=where)
-    found = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
-    roles = assign_roles(paths, frozenset(found), where=where)
-    stored = {name: build_tensor(found[key], name) for name, key in roles.model.items()}
-    tensors = plain_names(stored, where=where)
+    paths = nested if len(nested) == len(entries) else split_flat_keys(entries, location=location)
+    tensor_entries = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
+    roles = assign_roles(paths, frozenset(tensor_entries), location=location)
+    stored = {name: build_tensor(tensor_entries[key], name) for name, key in roles.model.items()}
+    tensors = strip_prefixes(stored, location=location)
 
-    def optimizer(aliases: Aliases) -> OptimizerState | None:
+    def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:
             return None
         from converters.formats.dcp.optimizer import build_optimizer
-        from converters.formats.torch_save.reader import in_order
+        from converters.formats.torch_save.reader import drop_aliases
 
         if len(roles.optimizers) > 1:
             names = sorted(".".join(map(str, path)) for path in roles.optimizers)
             raise OptimizerStateError(
-                f"{where}: holds several optimizers, {', '.join(map(shown, names[:8]))}"
+                f"{location}: holds several optimizers, {', '.join(map(format_value, names[:8]))}"
             )
         return build_optimizer(
             roles,
             tensors,
-            lambda key, name: _state(entries[key], name, build_tensor),
-            lambda key: _value(entries[key], build_tensor),
-            where=where,
-            order=in_order(tensors, aliases),
+            lambda key, name: _read_state(entries[key], name, build_tensor),
+            lambda key: _read_value(entries[key], build_tensor),
+            location=location,
+            order=drop_aliases(tensors, aliases),
         )
 
     return Checkpoint(
         format="dcp",
         root=source.path,
         tensors=tensors,
-        optimizer=optimizer,
-        metadata={**_metadata(folders), **trainer_metadata(source.path)},
+        optimizer=open_optimizer,
+        metadata={**_build_metadata(folders), **read_trainer_metadata(source.path)},
         companions=find_companions(source.path),
-        counters=lambda: _counters(roles.other, paths, entries, build_tensor),
+        counters=lambda: _read_counters(roles.other, paths, entries, build_tensor),
     )
 
 
@@ -155,37 +155,37 @@ def _read_entries(
         tables = open_tables(folder, rank, build_once)
         if tables is not None:
             return tables.entries, partial(_build_sharded_tensor, tables)
-    return read_metadata(folder), _tensor
+    return read_metadata(folder), _build_tensor
 
 
-def _metadata(folders: Sequence[Place]) -> dict[str, Any]:
+def _build_metadata(folders: Sequence[Place]) -> dict[str, Any]:
     """The number of writers."""
     names = [name for folder in folders for name in names_in(folder)]
     ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return {"world_size": len(ranks)} if ranks else {}
 
 
-def _counters(
+def _read_counters(
     keys: list[str],
     paths: Mapping[str, KeyPath],
     entries: Mapping[str, Entry],
     build_tensor: Callable[[TensorEntry, str], Tensor],
 ) -> dict[str, Scalar]:
     """The counters that torchtitan keeps of its trainer and schedule."""
-    found: dict[str, Scalar] = {}
+    counters: dict[str, Scalar] = {}
     for key in keys:
         entry = entries[key]
         if paths[key][0] in _COUNTED and (not isinstance(entry, TensorEntry) or entry.shape == ()):
-            value = _value(entry, build_tensor)
+            value = _read_value(entry, build_tensor)
             if isinstance(value, (int, float)):
-                found[".".join(map(str, paths[key]))] = value
-    return found
+                counters[".".join(map(str, paths[key]))] = value
+    return counters
 
 
-def _tensor(entry: TensorEntry, name: str) -> Tensor:
+def _build_tensor(entry: TensorEntry, name: str) -> Tensor:
     """The tensor of one key; its chunks are located at their first read."""
     boxes = build_boxes(entry)
-    with blame(entry.folder.path):
+    with prefix_errors(entry.folder.path):
         return Tensor(name, entry.dtype, entry.shape, boxes)
 
 
@@ -193,7 +193,7 @@ def build_boxes(entry: TensorEntry) -> list[Box]:
     """Build the boxes of the pieces of one key, which are located at their first read."""
     boxes = []
     for offsets, sizes in entry.chunks:
-        item = entry.items.get(chunk_key(offsets))
+        item = entry.items.get(format_chunk_key(offsets))
         if not prod(sizes):
             if prod(entry.shape):
                 continue  # an empty shard, stored or not
@@ -203,7 +203,7 @@ def build_boxes(entry: TensorEntry) -> list[Box]:
             continue
         if item is None:
             raise CheckpointError(f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored")
-        if item.length < prod(sizes) * itemsize(entry.dtype):
+        if item.length < prod(sizes) * get_itemsize(entry.dtype):
             open_item(entry, item).load()  # a tensor's subclass (torchao) says so itself
             raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
         boxes.append(Box(offsets, sizes, partial(_locate, entry, item, sizes)))
@@ -212,7 +212,7 @@ def build_boxes(entry: TensorEntry) -> list[Box]:
 
 def _build_sharded_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
     """Build the tensor of one key whose pieces are looked up in the tables when they are read."""
-    with blame(entry.folder.path):
+    with prefix_errors(entry.folder.path):
         return ShardedTensor(
             name, entry.dtype, entry.shape, partial(tables.find_boxes, entry.key, build_boxes)
         )
@@ -229,38 +229,38 @@ def _locate(entry: TensorEntry, item: Item, sizes: Dims) -> View:
             f"{archive.where}: is {stored.dtype} {list(stored.shape)}, "
             f".metadata says {entry.dtype} {list(sizes)}"
         )
-    return stored.view()
+    return stored.to_view()
 
 
 def open_item(entry: Entry, item: Item) -> TorchZip:
     """The zip of one item; CheckpointError where it is damaged or fails its recorded checksum."""
     file = entry.folder.file(item.file)
-    archive = TorchZip(file, item.offset, item.length, what=f"item {entry.key!r}")
+    archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
         raise CheckpointError(f"{archive.where}: damaged, or from another save ({CHECKSUMS})")
     return archive
 
 
-def _value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
+def _read_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, entry.key).tolist()
     return open_item(entry, entry.item).load()
 
 
-def _state(
+def _read_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
     """One optimizer state: a tensor, a number, or None for anything else."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
-    value = _value(entry, build_tensor)
+    value = _read_value(entry, build_tensor)
     return value if isinstance(value, (int, float)) else None
 
 
 FORMAT = Format(
     "dcp",
-    lambda source: _folders(source.path) or None,
+    lambda source: _find_folders(source.path) or None,
     _open,
-    _incomplete,
+    _explain_incomplete,
 )

@@ -18,7 +18,7 @@ from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import read_checksums
 from converters.formats.dcp.metadata import TensorEntry, read_metadata_file
 from converters.formats.dcp.piece_index import PieceIndex, open_index
-from converters.tensors.tensor import Box, Tensor, possible_shape
+from converters.tensors.tensor import Box, Tensor, check_shape
 from converters.tensors.tiling import check_boxes_tile
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ class ShardTables:
         region = region or ((0,) * len(entry.shape), entry.shape)
         with self._lock:
             boxes = self._collect(key, build_boxes, region)
-            if sum(prod(sizes) for _, sizes in _clip(boxes, region)) < prod(region[1]):
+            if sum(prod(sizes) for _, sizes in _clip_boxes(boxes, region)) < prod(region[1]):
                 self._read_tables(entry.shape, region)
                 boxes = self._collect(key, build_boxes, region)
-        check_boxes_tile(f"{self._folder.path}: {key}", region[1], _clip(boxes, region))
+        check_boxes_tile(f"{self._folder.path}: {key}", region[1], _clip_boxes(boxes, region))
         return boxes
 
     def _collect(
@@ -96,14 +96,14 @@ class ShardTables:
         boxes: dict[str, Box] = {}
         for table in self._read.values():
             entry = table.find_entry(key, region) if isinstance(table, PieceIndex) else table.get(key)
-            if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != _type_of(
+            if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != _get_type(
                 self.entries[key]
             ):
                 raise CheckpointError(f"{self._folder.path}: the ranks' metadata disagree about {key!r}")
             for box in build_boxes(entry):
                 # As text, because numbers can be chosen to collide.
                 boxes.setdefault(repr((box.offsets, box.sizes)), box)
-        return [box for box in boxes.values() if _overlap((box.offsets, box.sizes), region) is not None]
+        return [box for box in boxes.values() if _find_overlap((box.offsets, box.sizes), region) is not None]
 
     def _read_tables(self, shape: Dims, region: Region) -> None:
         """Read the tables whose box for the shape overlaps with a region, or `.metadata` if it is smaller."""
@@ -115,7 +115,7 @@ class ShardTables:
             for name, boxes in self._checksums.boxes.items()
             if name not in self._read
             and name_of_shape in boxes
-            and _overlap(boxes[name_of_shape], region) is not None
+            and _find_overlap(boxes[name_of_shape], region) is not None
         ]
         sizes = self._checksums.sizes
         if sum(sizes[name] for name in (*self._read, *names)) > sizes[_WHOLE]:
@@ -143,7 +143,7 @@ class ShardedTensor(Tensor):
     def __init__(
         self, name: str, dtype: str, shape: Sequence[int], find_boxes: Callable[[Region | None], list[Box]]
     ) -> None:
-        self._set_fields(name, dtype, possible_shape(name, dtype, shape), ())
+        self._set_fields(name, dtype, check_shape(name, dtype, shape), ())
         self._boxes = None
         self._find_boxes = find_boxes
         self._located: tuple[Region, list[Box]] | None = None
@@ -203,11 +203,11 @@ def open_tables(
     return None if index is None else ShardTables(folder, checksums, (_WHOLE, index))
 
 
-def _type_of(entry: Entry) -> tuple[str, Dims] | None:
+def _get_type(entry: Entry) -> tuple[str, Dims] | None:
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
-def _overlap(box: Region, region: Region) -> Region | None:
+def _find_overlap(box: Region, region: Region) -> Region | None:
     """Return the common part of a box and a region, relative to the region; None if there is none."""
     if len(box[0]) != len(region[0]):
         return None
@@ -221,6 +221,6 @@ def _overlap(box: Region, region: Region) -> Region | None:
     return tuple(lows), tuple(sizes)
 
 
-def _clip(boxes: Sequence[Box], region: Region) -> list[Region]:
-    clipped = (_overlap((box.offsets, box.sizes), region) for box in boxes)
+def _clip_boxes(boxes: Sequence[Box], region: Region) -> list[Region]:
+    clipped = (_find_overlap((box.offsets, box.sizes), region) for box in boxes)
     return [overlap for overlap in clipped if overlap is not None]

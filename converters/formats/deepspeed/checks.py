@@ -14,13 +14,13 @@ from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.numeric import np
 from converters.storage.bytes import FileSpan, Slice
-from converters.tensors.casting import rounded
-from converters.tensors.dtypes import itemsize, numpy_dtype
+from converters.tensors.casting import round_to_dtype
+from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from converters.formats.deepspeed.flat_layout import EqualSlices, Flat, Piece, Share
+    from converters.formats.deepspeed.flat_layout import EqualSlices, Flat, FlatPiece, ParameterShare
     from converters.storage.bytes import Source
     from converters.tensors.tensor import Array, Tensor
 
@@ -31,20 +31,20 @@ _FRAGMENTS = 16
 _ELEMENTS = 64
 
 
-def same(copies: Sequence[Tensor], where: str, why: str = "files of two runs or steps") -> None:
+def check_copies(copies: Sequence[Tensor], location: str, why: str = "files of two runs or steps") -> None:
     """CheckpointError, with a reason, if the ranks' copies of one tensor differ."""
     first, *others = copies
     sample = [part.tobytes() for part in _sample(first)]
     for other in others:
         alike = (other.shape, other.dtype) == (first.shape, first.dtype)
         if not alike or [part.tobytes() for part in _sample(other)] != sample:
-            raise CheckpointError(f"{where}: the ranks' copies of it differ; {why}")
+            raise CheckpointError(f"{location}: the ranks' copies of it differ; {why}")
 
 
 def rounds_to_copy(master: Tensor, copy: Tensor) -> bool:
     """Whether a master, rounded to the dtype of its copy of the same shape, equals it; NaN equals NaN."""
     for ours, theirs in zip(_sample(master), _sample(copy), strict=True):
-        cast = rounded(ours, copy.dtype)
+        cast = round_to_dtype(ours, copy.dtype)
         if not np.all((cast == theirs) | ((cast != cast) & (theirs != theirs))):
             return False
     return True
@@ -61,10 +61,10 @@ def _sample(tensor: Tensor) -> list[Array]:
 
 def check_against_module(
     layout: EqualSlices,
-    share: Share,
+    share: ParameterShare,
     flat: Flat,
     weights: Mapping[str, Any],
-    where: str,
+    location: str,
     *,
     elsewhere: Collection[str] = (),
     zenflow: bool = False,
@@ -88,14 +88,16 @@ def check_against_module(
         if value is None and whole in elsewhere:
             continue
         if not isinstance(value, StoredTensor) or value.shape != shape:
-            raise CheckpointError(f"{where}: {whole!r} is missing or not of the recorded shape {list(shape)}")
+            raise CheckpointError(
+                f"{location}: {whole!r} is missing or not of the recorded shape {list(shape)}"
+            )
         stored[name] = value
-    _check_positions(layout, stored, where)
+    _check_positions(layout, stored, location)
     if zenflow:
         return 0
     compared = 0
     for rank in range(layout.world) if ranks is None else ranks:
-        fragments = [found for found in layout.fragments(rank).items() if found[0] in stored]
+        fragments = [fragment for fragment in layout.find_fragments(rank).items() if fragment[0] in stored]
         every = max(1, len(fragments) // _FRAGMENTS)
         for name, (start, count) in fragments[::every]:
             within = rank * layout.slice + start - layout.starts[name]
@@ -104,14 +106,16 @@ def check_against_module(
                 continue
             if not same:
                 raise CheckpointError(
-                    f"{where}: {share.names[name]!r} differs from rank {share.ranks[rank]}'s optimizer "
+                    f"{location}: {share.names[name]!r} differs from rank {share.ranks[rank]}'s optimizer "
                     "states; the files are from different steps or runs, or damaged"
                 )
             compared += 1
     return compared
 
 
-def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, within: int = 0) -> bool | None:
+def rounds_to(
+    master: FlatPiece, start: int, weight: StoredTensor, count: int, within: int = 0
+) -> bool | None:
     """Whether elements of a master, from `start`, round to those of a weight, from `within`.
 
     Compares a sample; None where they cannot be compared.
@@ -119,20 +123,20 @@ def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, withi
     count = min(count, _ELEMENTS)
     if not weight.is_contiguous or not prod(weight.shape):
         return None
-    ours = _peek(master.source, master.dtype, start, count)
-    theirs = _peek(weight.view().source, weight.dtype, weight.offset + within, count)
+    ours = _read_sample(master.source, master.dtype, start, count)
+    theirs = _read_sample(weight.to_view().source, weight.dtype, weight.offset + within, count)
     if ours is None or theirs is None:
         return None
     if (master.dtype, weight.dtype) == ("F32", "BF16") and _to_bfloat16(ours) == theirs:
         return True
-    left = np.frombuffer(ours, numpy_dtype(master.dtype))
-    right = np.frombuffer(theirs, numpy_dtype(weight.dtype))
+    left = np.frombuffer(ours, to_numpy_dtype(master.dtype))
+    right = np.frombuffer(theirs, to_numpy_dtype(weight.dtype))
     with np.errstate(all="ignore"):
         same = (left.astype(right.dtype) == right) | ((left != left) & (right != right))
     return bool(same.all())
 
 
-def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], where: str) -> None:
+def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], location: str) -> None:
     """The weights are views of one flat buffer with the layout of the masters, unless they were copied."""
     tensors = list(stored.values())
     if len(tensors) < 2 or len({tensor.storage.key for tensor in tensors}) != 1:
@@ -140,7 +144,7 @@ def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], where
     for name, tensor in stored.items():
         if tensor.offset - tensors[0].offset != layout.starts[name] - next(iter(layout.starts.values())):
             raise CheckpointError(
-                f"{where}: {name!r} is not at the position in the flat buffer that param_shapes gives"
+                f"{location}: {name!r} is not at the position in the flat buffer that param_shapes gives"
             )
 
 
@@ -153,12 +157,12 @@ def _to_bfloat16(data: bytes) -> bytes:
     )
 
 
-def _peek(source: Source, dtype: str, start: int, count: int) -> bytes | None:
+def _read_sample(source: Source, dtype: str, start: int, count: int) -> bytes | None:
     """Read a few elements without a checksum, because a wrong value is refused anyway."""
-    size = itemsize(dtype)
-    at = start * size
+    size = get_itemsize(dtype)
+    offset = start * size
     while isinstance(source, Slice):
-        at, source = at + source.offset, source.source
+        offset, source = offset + source.offset, source.source
     if not isinstance(source, FileSpan) or dtype[0] not in "FB" or dtype == "BOOL":
         return None
-    return source.file.read(source.offset + at, count * size)
+    return source.file.read(source.offset + offset, count * size)

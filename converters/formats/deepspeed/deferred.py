@@ -22,8 +22,8 @@ from converters.formats.deepspeed.rank_files import (
     read_model,
     read_optim,
 )
-from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import View, row_major
+from converters.tensors.dtypes import get_itemsize
+from converters.tensors.tensor import View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,29 +50,29 @@ class DeferredTensor(StoredTensor):
     def __init__(self, like: StoredTensor, shape: tuple[int, ...], load: Callable[[], StoredTensor]) -> None:
         self.storage, self.offset, self.dtype = like.storage, like.offset, like.dtype
         self.shape = shape
-        self.strides = row_major(shape, 1)
+        self.strides = compute_row_major_strides(shape, 1)
         self._source = _DeferredSource(self, load)
 
-    def view(self) -> View:
+    def to_view(self) -> View:
         """Return the tensor as a view in bytes."""
-        return View(self._source, 0, row_major(self.shape, itemsize(self.dtype)))
+        return View(self._source, 0, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
 
 
 class _DeferredSource:
     def __init__(self, expected: DeferredTensor, load: Callable[[], StoredTensor]) -> None:
-        self.nbytes = prod(expected.shape) * itemsize(expected.dtype)
+        self.nbytes = prod(expected.shape) * get_itemsize(expected.dtype)
         self._type = expected.dtype, expected.shape
         self._load = load
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
         tensor = self._load()
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
             raise CheckpointError(
                 f"a rank has {tensor.dtype} {list(tensor.shape)} where another has {dtype} {list(shape)}"
             )
-        view = tensor.view()
-        view.source.read_into(buffer, view.offset + at, touched)
+        view = tensor.to_view()
+        view.source.read_into(buffer, view.offset + offset, touched)
 
 
 class _RankFile(Generic[F]):
@@ -84,13 +84,13 @@ class _RankFile(Generic[F]):
         self._lock = Lock()
         self._content: Any = None
 
-    def tensor(self, path: Key) -> StoredTensor:
+    def get_tensor(self, path: Key) -> StoredTensor:
         """Return the tensor at a path; CheckpointError if the file is not like this rank's file."""
         with self._lock:
             if self._content is None:
                 file = self._read()
-                for what, value in file.records().items():
-                    check_same(file.where, what, value, self._own.records()[what])
+                for record, value in file.get_shared_records().items():
+                    check_same(file.where, record, value, self._own.get_shared_records()[record])
                 self._content = file.state if isinstance(file, OptimFile) else file.fragments
         value = self._content
         for key in path:
@@ -135,7 +135,7 @@ def defer_optim(
             used, other_used, size = lengths[group]
             shape = (other_used,) if shape == (used,) and used < size else shape
             shape = (other_used,) if path[0] == MASTERS else shape
-        return DeferredTensor(value, shape, partial(file.tensor, path))
+        return DeferredTensor(value, shape, partial(file.get_tensor, path))
 
     state = {key: defer(value, (key,)) for key, value in own.state.items()}
     if lengths is not None:
@@ -156,7 +156,7 @@ def defer_model(folder: Folder, name: str, own: ModelFile) -> ModelFile:
     """
     file = _RankFile(partial(read_model, folder, name), own)
     fragments: dict[str, StoredTensor] = {
-        key: DeferredTensor(value, value.shape, partial(file.tensor, (key,)))
+        key: DeferredTensor(value, value.shape, partial(file.get_tensor, (key,)))
         for key, value in own.fragments.items()
     }
     return replace(

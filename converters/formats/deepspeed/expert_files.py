@@ -36,13 +36,13 @@ def iter_layer_tensors(
         CheckpointError: If a file has another name, or contains something other than tensors.
     """
     for name in files:
-        where, match = str(folder.path / name), pattern.fullmatch(name)
+        location, match = str(folder.path / name), pattern.fullmatch(name)
         if match is None:
-            raise CheckpointError(f"{where}: {other}")
+            raise CheckpointError(f"{location}: {other}")
         for key, value in load(folder, name).items():
             if not isinstance(key, str) or not isinstance(value, StoredTensor):
-                raise CheckpointError(f"{where}: not the weights of a layer")
-            yield where, int(match[1]), key, value
+                raise CheckpointError(f"{location}: not the weights of a layer")
+            yield location, int(match[1]), key, value
 
 
 class Experts:
@@ -59,27 +59,27 @@ class Experts:
             "expert parallel checkpoints of this form are not supported; only those of "
             "deepspeed.moe.layer.MoE under ZeRO 1 and 2, without tensor parallelism"
         )
-        for where, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, other):
-            found = _EXPERT.fullmatch(key)
-            if found is None or int(found[2]) != number:
-                raise CheckpointError(f"{where}: not the expert parallel weights of its expert")
+        for location, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, other):
+            match = _EXPERT.fullmatch(key)
+            if match is None or int(match[2]) != number:
+                raise CheckpointError(f"{location}: not the expert parallel weights of its expert")
             if self.stored.setdefault(key, value) is not value:
-                raise CheckpointError(f"{where}: {key!r} is in another file too")
+                raise CheckpointError(f"{location}: {key!r} is in another file too")
 
-    def local(self, names: Iterable[str]) -> bool:
+    def are_expert_parameters(self, names: Iterable[str]) -> bool:
         """Whether the parameters of a group are those of experts; CheckpointError if only some are."""
-        found = {_EXPERT.fullmatch(name) is not None for name in names}
-        if len(found) > 1:
+        kinds = {_EXPERT.fullmatch(name) is not None for name in names}
+        if len(kinds) > 1:
             raise CheckpointError(f"{self.where}: damaged, a group holds parameters of experts and others")
-        return True in found
+        return True in kinds
 
-    def names(self, local: Iterable[str], at: int) -> dict[str, str]:
+    def map_to_complete_names(self, local: Iterable[str], position: int) -> dict[str, str]:
         """Map the names of the experts on one set of ranks to their names in the complete model.
 
         Args:
             local: Names of parameters on these ranks.
-            at: Index of the set of ranks.
+            position: Index of the set of ranks.
         """
         matches = [match for name in local if (match := _EXPERT.fullmatch(name))]
         count = 1 + max((int(match[2]) for match in matches), default=0)
-        return {match[0]: f"{match[1]}{int(match[2]) + at * count}{match[3]}" for match in matches}
+        return {match[0]: f"{match[1]}{int(match[2]) + position * count}{match[3]}" for match in matches}

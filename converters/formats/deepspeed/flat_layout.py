@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
 from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import Box, Tensor, View, row_major
+from converters.tensors.dtypes import get_itemsize
+from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,7 @@ _SWAPPED = "offloaded_tensors"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """One rank's part of a flat buffer; `source` is exactly its bytes."""
 
     dtype: str
@@ -48,26 +48,28 @@ class Piece:
     source: Source
 
 
-def piece_of(stored: StoredTensor) -> Piece:
+def to_piece(stored: StoredTensor) -> FlatPiece:
     """A flat tensor of a rank file, as a piece."""
-    view, numel = stored.view(), prod(stored.shape)
-    return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * itemsize(stored.dtype)))
+    view, numel = stored.to_view(), prod(stored.shape)
+    return FlatPiece(stored.dtype, numel, Slice(view.source, view.offset, numel * get_itemsize(stored.dtype)))
 
 
-Flat = Sequence[Piece]
+Flat = Sequence[FlatPiece]
 """One flat buffer of a group, as the pieces of all ranks."""
 
 
-def join(pieces: Flat, where: str) -> Flat:
+def join_pieces(pieces: Flat, location: str) -> Flat:
     """The pieces of all ranks; CheckpointError if their dtypes differ."""
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
-        raise CheckpointError(f"{where}: ranks hold different element types, {' and '.join(sorted(dtypes))}")
+        raise CheckpointError(
+            f"{location}: ranks hold different element types, {' and '.join(sorted(dtypes))}"
+        )
     return pieces
 
 
 @dataclass(frozen=True)
-class Share:
+class ParameterShare:
     """A group of parameters, and a set of ranks that holds all of it.
 
     Attributes:
@@ -84,105 +86,115 @@ class Share:
 class WholeParameters:
     """One sub-group of stage 3: every parameter is partitioned on its own."""
 
-    def __init__(self, shapes: Shapes, world: int, where: str) -> None:
+    def __init__(self, shapes: Shapes, world: int, location: str) -> None:
         self.shapes = shapes
         self.world = world
-        self.where = where
+        self.where = location
         self.bases: dict[str, int] = {}
         total = 0
         for name, shape in shapes.items():
             self.bases[name] = total
-            total += self.part(shape)
+            total += self.count_elements_per_rank(shape)
         self.length = total
 
-    def part(self, shape: tuple[int, ...]) -> int:
+    def count_elements_per_rank(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter on each rank, padding included."""
         return -(-prod(shape) // self.world)
 
-    def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
+    def split_flat(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer; CheckpointError unless its length is exactly theirs."""
         for piece in flat:
             if piece.numel != self.length:
                 raise CheckpointError(
                     f"{self.where}: a flat group holds {piece.numel} elements, not {self.length}"
                 )
-        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         parts = [piece.source for piece in flat]
-        made = {}
+        tensors = {}
         for name, shape in self.shapes.items():
-            view = partial(_joined, parts, self.bases[name] * width, self.part(shape) * width, shape, width)
+            view = partial(
+                _join_parts,
+                parts,
+                self.bases[name] * width,
+                self.count_elements_per_rank(shape) * width,
+                shape,
+                width,
+            )
             box = Box((0,) * len(shape), shape, view)
-            made[name] = Tensor(name + suffix, dtype, shape, [box])
-        return made
+            tensors[name] = Tensor(name + suffix, dtype, shape, [box])
+        return tensors
 
 
-def _joined(parts: Sequence[Source], base: int, nbytes: int, shape: tuple[int, ...], width: int) -> View:
+def _join_parts(parts: Sequence[Source], base: int, nbytes: int, shape: tuple[int, ...], width: int) -> View:
     """A parameter of which each rank has `nbytes` bytes at `base`, the last with padding."""
-    return View(Joined([Slice(part, base, nbytes) for part in parts]), 0, row_major(shape, width))
+    return View(
+        Joined([Slice(part, base, nbytes) for part in parts]), 0, compute_row_major_strides(shape, width)
+    )
 
 
 class EqualSlices:
     """One group of stages 1 and 2: parameters end to end, with alignment gaps, in equal slices."""
 
-    def __init__(self, shapes: Shapes, gaps: Sequence[int], world: int, slice_: int, where: str) -> None:
+    def __init__(self, shapes: Shapes, gaps: Sequence[int], world: int, slice_: int, location: str) -> None:
         self.shapes = shapes
         self.world = world
         self.slice = slice_
         self.gaps = gaps
-        self.where = where
+        self.where = location
         self.starts: dict[str, int] = {}
-        at = 0
+        start = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-            self.starts[name] = at
-            at += prod(shape) + gap
-        self.used = at
-        if at > slice_ * world:
+            self.starts[name] = start
+            start += prod(shape) + gap
+        self.used = start
+        if start > slice_ * world:
             raise CheckpointError(
-                f"{where}: the ranks hold {slice_ * world} elements of a group whose parameters take {at}"
+                f"{location}: the ranks hold {slice_ * world} elements of a group whose parameters take "
+                f"{start}"
             )
 
-    def lean(self, rank: int) -> int:
+    def count_unpadded(self, rank: int) -> int:
         """Elements of a rank's slice without the padding at the end of the group."""
         return max(0, min(self.slice, self.used - rank * self.slice))
 
-    def padding(self, rank: int) -> int:
-        return self.slice - self.lean(rank)
+    def count_padding(self, rank: int) -> int:
+        return self.slice - self.count_unpadded(rank)
 
-    def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
+    def split_flat(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer with or without padding; CheckpointError for other lengths."""
-        lean = [self.lean(rank) for rank in range(self.world)]
+        lean = [self.count_unpadded(rank) for rank in range(self.world)]
         lengths = [piece.numel for piece in flat]
         if lengths not in (lean, [self.slice] * self.world):
             raise CheckpointError(
                 f"{self.where}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
                 "the lengths of its parameters"
             )
-        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         joined = Joined([Slice(piece.source, 0, n * width) for piece, n in zip(flat, lean, strict=True)])
         return {
-            name: Tensor.contiguous(name + suffix, dtype, shape, joined, self.starts[name] * width)
+            name: Tensor.from_source(name + suffix, dtype, shape, joined, self.starts[name] * width)
             for name, shape in self.shapes.items()
         }
 
-    def fragments(self, rank: int) -> dict[str, tuple[int, int]]:
+    def find_fragments(self, rank: int) -> dict[str, tuple[int, int]]:
         """Parameter -> (start in the rank's slice, numel), for the parameters in it."""
         low, high = rank * self.slice, (rank + 1) * self.slice
-        found = {}
+        fragments = {}
         for name, start in self.starts.items():
             first, last = max(low, start), min(high, start + prod(self.shapes[name]))
             if first < last:
-                found[name] = (first - low, last - first)
-        return found
+                fragments[name] = (first - low, last - first)
+        return fragments
 
 
 Layout = EqualSlices | WholeParameters
 
 
-def check_distinct(pieces: Sequence[StoredTensor], where: str) -> None:
+def check_distinct(pieces: Sequence[StoredTensor], location: str) -> None:
     """CheckpointError if two flat tensors of one file share bytes."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
-        width = itemsize(piece.dtype)
+        width = get_itemsize(piece.dtype)
         if prod(piece.shape):
             start = piece.offset * width
             spans.setdefault(piece.storage.key, []).append((start, start + prod(piece.shape) * width))
@@ -190,7 +202,7 @@ def check_distinct(pieces: Sequence[StoredTensor], where: str) -> None:
         taken.sort()
         for (_, stop), (start, _) in pairwise(taken):
             if start < stop:
-                raise CheckpointError(f"{where}: damaged, two flat groups share bytes")
+                raise CheckpointError(f"{location}: damaged, two flat groups share bytes")
 
 
 class SwapFiles:
@@ -200,7 +212,7 @@ class SwapFiles:
         self.folder = folder
         self.numbers = {name: number for number, name in enumerate(order)}
 
-    def piece(self, rank: int, layout: WholeParameters, dtype: str, state: str = "") -> Piece:
+    def open_piece(self, rank: int, layout: WholeParameters, dtype: str, state: str = "") -> FlatPiece:
         """A rank's flat masters, or its flat optimizer state `state`.
 
         Raises:
@@ -213,7 +225,7 @@ class SwapFiles:
         if None in ends or not (self.folder.path / name).is_file():
             raise CheckpointError(f"{self.folder.path / name}: missing; it holds values offloaded to NVMe")
         file = self.folder.file(name)
-        nbytes = layout.length * itemsize(dtype)
+        nbytes = layout.length * get_itemsize(dtype)
         if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
             raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, its sub-group takes {nbytes}")
-        return Piece(dtype, layout.length, file.span(0, nbytes, what="the swap file"))
+        return FlatPiece(dtype, layout.length, file.span(0, nbytes, what="the swap file"))

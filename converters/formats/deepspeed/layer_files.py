@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
 from converters.errors import CheckpointError
-from converters.formats.deepspeed.checks import rounds_to_copy, same
+from converters.formats.deepspeed.checks import check_copies, rounds_to_copy
 from converters.formats.deepspeed.expert_files import iter_layer_tensors
 from converters.formats.deepspeed.rank_files import Weights
 from converters.formats.torch_save.optimizer import as_tensor
@@ -39,7 +39,7 @@ _UNTIED = "it is not among the tied_weight_attr of its layer, or the files are o
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
-class Layers:
+class LayerFiles:
     """The tensors of all layer files, as `<layer>.<name>`.
 
     Raises:
@@ -50,29 +50,31 @@ class Layers:
         self.where = str(folder.path)
         self.stored: dict[str, StoredTensor] = {}
         other = "pipeline parallel checkpoints with tensor parallel ranks are not supported"
-        for where, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, other):
+        for location, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, other):
             if self.stored.setdefault(f"{number}.{key}", value) is not value:
-                raise CheckpointError(f"{where}: its layer is in another file too")
+                raise CheckpointError(f"{location}: its layer is in another file too")
 
-    def module(self, model: ModelFile) -> dict[str, Any]:
+    def build_module(self, model: ModelFile) -> dict[str, Any]:
         """What the layers' files hold of the parameters and buffers of one stage, by its names."""
-        named = [name for group in model.groups or () for name in group]
-        held = {name: self.stored[name] for name in (*named, *model.buffers) if name in self.stored}
+        parameters = [name for group in model.groups or () for name in group]
+        module = {name: self.stored[name] for name in (*parameters, *model.buffers) if name in self.stored}
         for name in model.buffers:
-            copies = [] if name in held else self._copies(name)
+            copies = [] if name in module else self._find_copies(name)
             if copies:
-                same([as_tensor(self.stored[copy], copy) for copy in copies], f"{self.where}: {name!r}")
-                held[name] = self.stored[copies[0]]
-        return held
+                check_copies(
+                    [as_tensor(self.stored[copy], copy) for copy in copies], f"{self.where}: {name!r}"
+                )
+                module[name] = self.stored[copies[0]]
+        return module
 
-    def _copies(self, name: str, among: Iterable[str] | None = None) -> list[str]:
+    def _find_copies(self, name: str, among: Iterable[str] | None = None) -> list[str]:
         """The tensors of layers that may be the parameter or buffer `name` of a tied module."""
         match = _TIED.fullmatch(name)
         if match is None:
             return []
         return [key for key in (self.stored if among is None else among) if key.partition(".")[2] == match[1]]
 
-    def merged(self, runs: Sequence[SavedRun]) -> Weights:
+    def merge_stages(self, runs: Sequence[SavedRun]) -> Weights:
         """The whole model; tied parameters are compared, and frozen ones are those that no stage trains.
 
         Raises:
@@ -80,18 +82,18 @@ class Layers:
         """
         tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}
-        for stage in (run.weights() for run in runs):
+        for stage in (run.build_weights() for run in runs):
             for name, tensor in stage.tensors.items():
-                known = tensors.setdefault(name, tensor)
-                if known is not tensor:
+                first = tensors.setdefault(name, tensor)
+                if first is not tensor:
                     if _TIED.fullmatch(name) is None:
                         raise CheckpointError(f"{self.where}: {name!r} is in two pipeline stages")
-                    same([known, tensor], f"{self.where}: {name!r}", _UNTIED)
+                    check_copies([first, tensor], f"{self.where}: {name!r}", _UNTIED)
             aliases |= stage.aliases
         buffers = {name for run in runs for name in run.model.buffers}
         free = {name: as_tensor(value, name) for name, value in self.stored.items() if name not in tensors}
         for name, tensor in tensors.items():
-            copies = [key for key in self._copies(name, free) if free[key].shape == tensor.shape]
+            copies = [key for key in self._find_copies(name, free) if free[key].shape == tensor.shape]
             fitting = [key for key in copies if name in buffers or rounds_to_copy(tensor, free[key])]
             if copies and not fitting:
                 raise CheckpointError(
@@ -102,21 +104,21 @@ class Layers:
         return Weights({**tensors, **free}, aliases)
 
 
-def optimizer_of_stages(runs: Sequence[SavedRun]) -> OptimizerState | None:
+def merge_stage_optimizers(runs: Sequence[SavedRun]) -> OptimizerState | None:
     """The optimizer of all stages; groups of the same number and settings are one."""
-    stages = [run.optimizer() for run in runs]
+    stages = [run.build_optimizer() for run in runs]
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     groups: list[dict[str, Any]] = []
-    for run, held in zip(runs, stages, strict=True):
-        if held is None:
+    for run, optimizer in zip(runs, stages, strict=True):
+        if optimizer is None:
             return None
-        for name, values in held.state.items():
-            known = state.setdefault(name, values)
-            for what, value in values.items() if known is not values else ():
-                copy = known.get(what)
+        for name, values in optimizer.state.items():
+            previous = state.setdefault(name, values)
+            for state_name, value in values.items() if previous is not values else ():
+                copy = previous.get(state_name)
                 if isinstance(value, Tensor) and isinstance(copy, Tensor):
-                    same([copy, value], f"{run.where}: {what} of {name!r}")
-        for number, group in enumerate(held.param_groups):
+                    check_copies([copy, value], f"{run.where}: {state_name} of {name!r}")
+        for number, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             if number < len(groups) and settings.items() <= groups[number].items():
                 groups[number]["params"] = list(dict.fromkeys([*groups[number]["params"], *group["params"]]))

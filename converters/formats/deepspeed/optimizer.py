@@ -6,18 +6,18 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.flat_layout import (
     Layout,
-    Share,
+    ParameterShare,
     WholeParameters,
     check_distinct,
-    join,
-    piece_of,
+    join_pieces,
+    to_piece,
 )
-from converters.formats.deepspeed.rank_files import OptimFile, check_same, flat
+from converters.formats.deepspeed.rank_files import OptimFile, check_same, require_flat
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.places import map_ahead
 from converters.tensors.tensor import Tensor
@@ -36,7 +36,7 @@ def build_optimizer(
     stage: int,
     ranks: Sequence[OptimFile],
     layouts: Sequence[Layout],
-    shares: Sequence[Share],
+    shares: Sequence[ParameterShare],
     swap: SwapFiles | None = None,
 ) -> OptimizerState | None:
     """The optimizer by parameter name; None if the files hold none.
@@ -49,22 +49,22 @@ def build_optimizer(
         CheckpointError: the ranks disagree, or a state is neither flat nor a number.
     """
     names: list[list[str]] = [[] for _ in range(max((share.group for share in shares), default=-1) + 1)]
-    states = [_states(stage, rank, len(names)) for rank in ranks]
-    if any(found is None for found in states):
+    states = [_read_states(stage, rank, len(names)) for rank in ranks]
+    if any(rank_states is None for rank_states in states):
         return None
     state: State = {}
     for layout, share in zip(layouts, shares, strict=True):
         by_rank = [(ranks[rank], (states[rank] or [])[share.group]) for rank in share.ranks]
-        for name, values in _group(layout, by_rank, swap).items():
+        for name, values in _build_group_state(layout, by_rank, swap).items():
             state[share.names[name]] = values
         names[share.group] += [share.names[name] for name in layout.shapes]
-    groups = _groups(stage, ranks)
+    groups = _read_groups(stage, ranks)
     if groups is None:  # elastic checkpoints have no groups
         return OptimizerState(state, [{"params": group} for group in names])
-    return OptimizerState(state, [named_group(group, names, ranks[0].where) for group in groups])
+    return OptimizerState(state, [name_group_parameters(group, names, ranks[0].where) for group in groups])
 
 
-def optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
+def read_optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
     """Return the number of optimizer steps, which must be the same in all groups of all ranks.
 
     Args:
@@ -81,8 +81,8 @@ def optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], group
     """
 
     def read_steps(rank: OptimFile) -> list[float | int | None]:
-        states = _states(stage, rank, groups) or ()
-        return [number(state.get("step"), f"{rank.where}: step") for state in states]
+        states = _read_states(stage, rank, groups) or ()
+        return [to_number(state.get("step"), f"{rank.where}: step") for state in states]
 
     first: int | None = None
     for rank, steps in zip(ranks, map_ahead(folder, read_steps, ranks), strict=True):
@@ -100,20 +100,20 @@ def optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], group
     return first
 
 
-def number(value: Any, where: str) -> float | int | None:
+def to_number(value: Any, location: str) -> float | int | None:
     """A number, also from a 0-d tensor; else None."""
     if isinstance(value, StoredTensor) and value.shape == ():
-        value = as_tensor(value, where).tolist()
+        value = as_tensor(value, location).tolist()
     return value if isinstance(value, (int, float)) else None
 
 
-def _states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | None:
+def _read_states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | None:
     """The state of each flat group of one rank, empty before the first step; None if not saved."""
     base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
     if base is None:
         return None
     if isinstance(base, list):  # elastic
-        found = base
+        group_states = base
     else:
         state = base.get("state") if isinstance(base, dict) else None
         if not isinstance(state, dict):
@@ -122,57 +122,64 @@ def _states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | 
             raise CheckpointError(
                 f"{rank.where}: damaged, optimizer state for more than its {groups} parameter groups"
             )
-        found = [state.get(index, {}) for index in range(groups)]
-    if len(found) != groups or not all(isinstance(group, dict) for group in found):
+        group_states = [state.get(index, {}) for index in range(groups)]
+    if len(group_states) != groups or not all(isinstance(group, dict) for group in group_states):
         raise CheckpointError(
             f"{rank.where}: damaged, optimizer state for other than its {groups} parameter groups"
         )
-    return found
+    return group_states
 
 
-def _group(
+def _build_group_state(
     layout: Layout, by_rank: Sequence[tuple[OptimFile, dict[str, Any]]], swap: SwapFiles | None
 ) -> State:
     """The state of the parameters of one flat group."""
     ranks, states = [rank for rank, _ in by_rank], [state for _, state in by_rank]
-    made: State = {name: {} for name in layout.shapes} if states[0] else {}
+    group_state: State = {name: {} for name in layout.shapes} if states[0] else {}
     for rank, state in zip(ranks, states, strict=True):
         check_same(rank.where, "optimizer state", set(state), set(states[0]))
         runs = [value for value in state.values() if isinstance(value, StoredTensor) and value.shape != ()]
-        check_distinct([flat(run, rank.where) for run in runs], rank.where)
-    for what, first in states[0].items():
+        check_distinct([require_flat(run, rank.where) for run in runs], rank.where)
+    for state_name, first in states[0].items():
         if first is None:
             continue
-        values = [state[what] for state in states]
+        values = [state[state_name] for state in states]
         if isinstance(first, StoredTensor) and first.shape != ():
-            runs = [flat(value, f"{rank.where}: {what}") for rank, value in zip(ranks, values, strict=True)]
+            runs = [
+                require_flat(value, f"{rank.where}: {state_name}")
+                for rank, value in zip(ranks, values, strict=True)
+            ]
             pieces = list(
-                map(piece_of, runs) if swap is None else map_ahead(swap.folder.path, piece_of, runs)
+                map(to_piece, runs) if swap is None else map_ahead(swap.folder.path, to_piece, runs)
             )
             if swap is not None and isinstance(layout, WholeParameters) and layout.length:
                 pieces = [
-                    piece if piece.numel else swap.piece(rank, layout, piece.dtype, what)
+                    piece if piece.numel else swap.open_piece(rank, layout, piece.dtype, state_name)
                     for rank, piece in enumerate(pieces)
                 ]
-            for name, tensor in layout.tensors(join(pieces, f"{ranks[0].where}: {what}"), f".{what}").items():
-                made[name][what] = tensor
+            for name, tensor in layout.split_flat(
+                join_pieces(pieces, f"{ranks[0].where}: {state_name}"), f".{state_name}"
+            ).items():
+                group_state[name][state_name] = tensor
             continue
-        count = number(first, f"{ranks[0].where}: {what}")
+        count = to_number(first, f"{ranks[0].where}: {state_name}")
         if count is None:
             raise CheckpointError(
-                f"{ranks[0].where}: the optimizer state {what!r} is neither flat nor a number"
+                f"{ranks[0].where}: the optimizer state {state_name!r} is neither flat nor a number"
             )
         for rank, value in zip(ranks, values, strict=True):
-            check_same(rank.where, f"optimizer state {what!r}", number(value, rank.where), count)
-        for name in made:
-            held: Tensor | Scalar = first
-            made[name][what] = as_tensor(first, f"{name}.{what}") if isinstance(first, StoredTensor) else held
-    return made
+            check_same(rank.where, f"optimizer state {state_name!r}", to_number(value, rank.where), count)
+        for name in group_state:
+            merged: Tensor | Scalar = first
+            group_state[name][state_name] = (
+                as_tensor(first, f"{name}.{state_name}") if isinstance(first, StoredTensor) else merged
+            )
+    return group_state
 
 
-def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
+def _read_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
     """`param_groups` of the ranks, with `params` as indices of flat groups."""
-    found: list[Any] = []
+    saved_groups: list[Any] = []
     for rank in ranks:
         base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
         if not isinstance(base, dict):
@@ -180,24 +187,29 @@ def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
         groups = base.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise CheckpointError(f"{rank.where}: damaged, the optimizer has no param_groups")
-        values = [_settings(group, rank.where) for group in groups]
+        values = [_read_group_settings(group, rank.where) for group in groups]
         if rank is not ranks[0]:
-            check_same(rank.where, "param_groups", values, found)
-        found = values
-    return found
+            check_same(rank.where, "param_groups", values, saved_groups)
+        saved_groups = values
+    return saved_groups
 
 
-def _settings(group: dict[Any, Any], where: str) -> dict[str, Any]:
+def _read_group_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
     """A group's settings as plain values."""
     return {
-        str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
+        str(key): to_number(value, location) if isinstance(value, StoredTensor) else to_json_value(value)
         for key, value in group.items()
     }
 
 
-def named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], where: str) -> dict[str, Any]:
+def name_group_parameters(
+    group: dict[Any, Any], names: Sequence[Iterable[str]], location: str
+) -> dict[str, Any]:
     """A group with the names of its parameters, of which it lists the numbers of the flat groups."""
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
-        raise CheckpointError(f"{where}: damaged, its parameter groups do not match the flat groups")
-    return {**_settings(group, where), "params": [name for index in indices for name in names[index]]}
+        raise CheckpointError(f"{location}: damaged, its parameter groups do not match the flat groups")
+    return {
+        **_read_group_settings(group, location),
+        "params": [name for index in indices for name in names[index]],
+    }

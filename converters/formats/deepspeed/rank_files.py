@@ -12,15 +12,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.pickle_reader import Instance, members_of, plain, shown
+from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from converters.containers.pickle_reader import Instance, build_getattr_standin, format_value, to_json_value
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.containers.untrusted import require_list, require_mapping, require_names, require_shape
 from converters.errors import CheckpointError
-from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
+from converters.formats.deepspeed.flat_layout import WholeParameters, join_pieces, to_piece
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.limits import MAX_COUNT
-from converters.names.canonical import plain_names
+from converters.names.canonical import strip_prefixes
 from converters.storage.places import map_ahead, names_in
 from converters.storage.safe_open import child, read_small
 
@@ -45,7 +45,7 @@ _EXPERT = re.compile(r"(?:layer_\d+_)?(?:expert_|expp_rank_).*\.pt")
 _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
-def _integer(value: Any = 0) -> int:
+def _rebuild_integer(value: Any = 0) -> int:
     return int(value) if isinstance(value, int) else 0
 
 
@@ -53,8 +53,8 @@ def _integer(value: Any = 0) -> int:
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 STANDINS: Mapping[str, Standin | None] = {
-    _STAGE: _integer,
-    "builtins.getattr": members_of({(_STAGE, name): stage for stage, name in enumerate(_STAGES)}),
+    _STAGE: _rebuild_integer,
+    "builtins.getattr": build_getattr_standin({(_STAGE, name): stage for stage, name in enumerate(_STAGES)}),
 }
 PREFIXES = ("deepspeed.",)
 
@@ -84,27 +84,29 @@ def find_names(path: Place) -> Names | None:
     """
     optim, model, experts, layers = [], [], [], []
     for name in names_in(path):
-        if found := _OPTIM.fullmatch(name):
-            optim.append((found, name))
-        elif found := _MODEL.fullmatch(name):
-            model.append((found, name))
+        if match := _OPTIM.fullmatch(name):
+            optim.append((match, name))
+        elif match := _MODEL.fullmatch(name):
+            model.append((match, name))
         elif _EXPERT.fullmatch(name):
             experts.append(name)
         elif _LAYER.fullmatch(name):
             layers.append(name)
     if not optim and not model:
         return None
-    if len({found["prefix"] for found, _ in optim}) > 1:
+    if len({match["prefix"] for match, _ in optim}) > 1:
         raise CheckpointError(
             f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
         )
     if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both
-        whole = [(found, name) for found, name in model if found["rank"] is None]
+        whole = [(match, name) for match, name in model if match["rank"] is None]
         model = whole or model
-    if len({found["rank"] is None for found, _ in model}) > 1:
+    if len({match["rank"] is None for match, _ in model}) > 1:
         raise CheckpointError(f"{path}: holds model files of stage 3 and of other stages, from two runs")
-    per_rank = any(found["rank"] is not None for found, _ in model)
-    return Names(_by_rank(path, optim), _by_rank(path, model), per_rank, tuple(experts), tuple(layers))
+    per_rank = any(match["rank"] is not None for match, _ in model)
+    return Names(
+        _group_by_rank(path, optim), _group_by_rank(path, model), per_rank, tuple(experts), tuple(layers)
+    )
 
 
 def read_tag(path: Place) -> str | None:
@@ -115,21 +117,21 @@ def read_tag(path: Place) -> str | None:
         return None
 
 
-def tag_folder(path: Place, tag: str | None, holds: Callable[[Place], bool]) -> Place | None:
+def find_tag_folder(path: Place, tag: str | None, holds: Callable[[Place], bool]) -> Place | None:
     """The folder of a tag in `path`, if the tag is a plain name and the folder holds such a checkpoint."""
     if tag in (None, "", ".", "..") or any(mark in tag for mark in "/\\\0"):
         return None
     return child(path, tag) if holds(path / tag) else None
 
 
-def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
-    found: dict[int, dict[int, str]] = {}
+def _group_by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
+    names_by_rank: dict[int, dict[int, str]] = {}
     for match, name in files:
-        rank, ranks = int(match["rank"] or 0), found.setdefault(int(match["mp"]), {})
+        rank, ranks = int(match["rank"] or 0), names_by_rank.setdefault(int(match["mp"]), {})
         if rank in ranks:
             raise CheckpointError(f"{path}: {ranks[rank]} and {name} are both of rank {rank}")
         ranks[rank] = name
-    return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.items())}
+    return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(names_by_rank.items())}
 
 
 def load(folder: Folder, name: str) -> dict[str, Any]:
@@ -176,72 +178,75 @@ class ModelFile:
         Raises:
             CheckpointError: damaged, or the file does not say which of the two.
         """
-        dims, total = self.content.get("checkpoint_parallel_dimensions"), self.count("mp_world_size") or 1
+        dims, total = (
+            self.content.get("checkpoint_parallel_dimensions"),
+            self.get_counter("mp_world_size") or 1,
+        )
         if not isinstance(dims, dict):
             dims = {"pp_degree" if self.pipeline else "tp_degree": total}
-        found = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
-        if any(type(n) is not int or not 0 < n < MAX_COUNT for n in found) or prod(found) != total:
+        degrees = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
+        if any(type(n) is not int or not 0 < n < MAX_COUNT for n in degrees) or prod(degrees) != total:
             raise CheckpointError(
-                f"{self.where}: damaged, its tensor and pipeline parallel degrees are {shown(found[0])} and "
-                f"{shown(found[1])} of {total}"
+                f"{self.where}: damaged, its tensor and pipeline parallel degrees are "
+                f"{format_value(degrees[0])} and {format_value(degrees[1])} of {total}"
             )
-        return found
+        return degrees
 
-    def records(self) -> dict[str, Any]:
+    def get_shared_records(self) -> dict[str, Any]:
         """What the model states of all ranks of a run have alike, in comparable form."""
         counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
         return {
             **{record: self.content.get(record) for record in counted},
-            "ds_config": plain(self.content.get("ds_config")),
-            "param_shapes": ordered(self.groups),
+            "ds_config": to_json_value(self.content.get("ds_config")),
+            "param_shapes": preserve_order(self.groups),
             "frozen_param_shapes": self.frozen,
             "frozen parameters": set(self.fragments),
             "buffer_names": self.buffers,
         }
 
-    def count(self, key: str) -> int | None:
+    def get_counter(self, key: str) -> int | None:
         """A counter such as `global_steps`."""
         value = self.content.get(key)
         return value if type(value) is int else None
 
-    def counters(self) -> dict[str, int]:
+    def get_counters(self) -> dict[str, int]:
         """The engine's counters in the file."""
-        counted = {key: self.count(key) for key in ("global_steps", "global_samples", "skipped_steps")}
+        counted = {key: self.get_counter(key) for key in ("global_steps", "global_samples", "skipped_steps")}
         return {key: value for key, value in counted.items() if value is not None}
 
 
 def read_model(folder: Folder, name: str) -> ModelFile:
     """Read one file of model states; CheckpointError if DeepSpeed could not have written it."""
     content = load(folder, name)
-    where = str(folder.path / name)
+    location = str(folder.path / name)
     module = content.get("module")
     if not isinstance(module, (dict, type(None))) or not {"module", "buffer_names"} <= content.keys():
-        raise CheckpointError(f"{where}: not a DeepSpeed model states file")
+        raise CheckpointError(f"{location}: not a DeepSpeed model states file")
     if any(content.get(key) is not None for key in ("autoep_layers", "ds_autoep_layers")):
-        raise CheckpointError(f"{where}: expert parallel checkpoints of AutoEP are not supported")
+        raise CheckpointError(f"{location}: expert parallel checkpoints of AutoEP are not supported")
     groups = content.get("param_shapes")
     if isinstance(groups, dict):
         groups = [groups]
     fragments = content.get("frozen_param_fragments")
     shared = content.get("shared_params")
     return ModelFile(
-        where,
+        location,
         content,
         module or {},
-        require_names(content["buffer_names"], "buffer_names", where),
+        require_names(content["buffer_names"], "buffer_names", location),
         None
         if groups is None
-        else [_shapes(group, where) for group in require_list(groups, "param_shapes", where)],
+        else [_read_shapes(group, location) for group in require_list(groups, "param_shapes", location)],
         None
         if content.get("frozen_param_shapes") is None
-        else _shapes(content["frozen_param_shapes"], where),
+        else _read_shapes(content["frozen_param_shapes"], location),
         {
-            str(key): flat(value, f"{where}: {key!r}", whole=True)
-            for key, value in require_mapping(fragments or {}, "frozen_param_fragments", where).items()
+            str(key): require_flat(value, f"{location}: {key!r}", whole=True)
+            for key, value in require_mapping(fragments or {}, "frozen_param_fragments", location).items()
         },
         {
             str(alias): str(owner)
-            for alias, owner in require_mapping(shared or {}, "shared_params", where).items()
+            for alias, owner in require_mapping(shared or {}, "shared_params", location).items()
         },
         module is None,
     )
@@ -253,10 +258,10 @@ def read_models(folder: Folder, model: ModelFile, names: Iterable[str]) -> list[
     Raises:
         CheckpointError: they are not of one run and step.
     """
-    models, first = [model], model.records()
+    models, first = [model], model.get_shared_records()
     for other in map_ahead(folder.path, partial(read_model, folder), names):
-        for what, value in other.records().items():
-            check_same(other.where, what, value, first[what])
+        for record, value in other.get_shared_records().items():
+            check_same(other.where, record, value, first[record])
         models.append(replace(other, module={}, content={}, groups=None))
     return models
 
@@ -270,56 +275,62 @@ class OptimFile:
     version: Any
     config: dict[str, Any]
 
-    def gaps(self, group: int, count: int) -> list[int]:
+    def get_gaps(self, group: int, count: int) -> list[int]:
         """The elements after each of the `count` parameters of a group, for alignment."""
         gaps = self.state.get("param_alignment_paddings")
         if gaps is None:
             return [0] * count
-        found = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
+        group_gaps = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
         if (
-            not isinstance(found, list)
-            or len(found) != count
-            or any(type(n) is not int or n < 0 for n in found)
+            not isinstance(group_gaps, list)
+            or len(group_gaps) != count
+            or any(type(n) is not int or n < 0 for n in group_gaps)
         ):
             raise CheckpointError(
                 f"{self.where}: damaged, its param_alignment_paddings do not match the groups"
             )
-        return found
+        return group_gaps
 
-    def padding(self, group: int) -> int:
+    def get_padding(self, group: int) -> int:
         """The elements at the end of this rank's slice of a group that belong to no parameter."""
         paddings = self.state.get("group_paddings")
         if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
             raise CheckpointError(f"{self.where}: damaged, no group_paddings")
         return int(paddings[group])
 
-    def records(self) -> dict[str, Any]:
+    def get_shared_records(self) -> dict[str, Any]:
         """What the optimizer states of all ranks of a run have alike."""
-        named = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
-        about = {record: self.state.get(record) for record in named}
-        return {**about, "ds_version": self.version, "ds_config": plain(self.config)}
+        record_names = (
+            "zero_stage",
+            "partition_count",
+            "param_alignment_paddings",
+            "ds_version",
+            "clip_grad",
+        )
+        about = {record: self.state.get(record) for record in record_names}
+        return {**about, "ds_version": self.version, "ds_config": to_json_value(self.config)}
 
 
-def partition_counts(state: Mapping[str, Any], where: str) -> list[int]:
+def partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
     """`partition_count` of ZeRO's optimizer: a number for each group, or one for all."""
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(count) is not int or count < 1 for count in counts):
-        raise CheckpointError(f"{where}: damaged, no partition_count")
+        raise CheckpointError(f"{location}: damaged, no partition_count")
     return counts
 
 
 def read_optim(folder: Folder, name: str) -> OptimFile:
     """Read one file of optimizer states."""
     content = load(folder, name)
-    where = str(folder.path / name)
+    location = str(folder.path / name)
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where}: not a DeepSpeed optimizer states file")
+        raise CheckpointError(f"{location}: not a DeepSpeed optimizer states file")
     if "ds_zero_partition_groups" in state:
-        raise CheckpointError(f"{where}: expert parallel checkpoints are not supported")
+        raise CheckpointError(f"{location}: expert parallel checkpoints are not supported")
     config = content.get("ds_config")
-    return OptimFile(where, state, content.get("ds_version"), config if isinstance(config, dict) else {})
+    return OptimFile(location, state, content.get("ds_version"), config if isinstance(config, dict) else {})
 
 
 @dataclass(frozen=True)
@@ -343,7 +354,7 @@ def with_model_states(
         CheckpointError: a frozen parameter or a buffer is missing, or a tie contradicts the weights.
     """
     model = files[0]
-    tensors = {**masters, **_frozen(files, stage, world)}
+    tensors = {**masters, **_build_frozen_parameters(files, stage, world)}
     aliases: dict[str, str] = {}
     # `exclude_frozen_parameters` leaves out a frozen parameter, but not the other names of a tied one.
     excluded = {
@@ -373,26 +384,28 @@ def with_model_states(
     return Weights(tensors, aliases)
 
 
-def _frozen(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
+def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
     """Parameters outside the optimizer: whole below stage 3, else one fragment per rank."""
     model = files[0]
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     frozen = model.frozen or {}
     for file in files:
         check_same(file.where, "frozen parameters", set(file.fragments), set(frozen))
     for name, shape in frozen.items():
-        where = f"{model.where}: {name!r}"
+        location = f"{model.where}: {name!r}"
         if stage == 3:
-            pieces = [piece_of(flat(file.fragments[name], file.where)) for file in files]
-            made |= WholeParameters({name: shape}, world, where).tensors(join(pieces, where))
+            pieces = [to_piece(require_flat(file.fragments[name], file.where)) for file in files]
+            tensors |= WholeParameters({name: shape}, world, location).split_flat(
+                join_pieces(pieces, location)
+            )
         elif (stored := model.fragments[name]).shape == shape:
-            made[name] = as_tensor(stored, name)
+            tensors[name] = as_tensor(stored, name)
         else:
-            raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
-    return made
+            raise CheckpointError(f"{location}: is {list(stored.shape)}, recorded as {list(shape)}")
+    return tensors
 
 
-def checkpoint_of(
+def build_checkpoint(
     format: str,
     root: Place,
     folder: Place,
@@ -402,69 +415,71 @@ def checkpoint_of(
     metadata: Mapping[str, Any],
 ) -> Checkpoint:
     """The checkpoint under plain names; `metadata` may hold values of any kind, of which some are kept."""
-    plain = plain_names(weights.tensors, where=str(folder))
+    plain = strip_prefixes(weights.tensors, location=str(folder))
     short = dict(zip(weights.tensors, plain, strict=True))
-    aliases = plain_names(weights.aliases, where=str(folder))
+    aliases = strip_prefixes(weights.aliases, location=str(folder))
 
-    def renamed(_: Aliases) -> OptimizerState | None:
-        found = optimizer()
-        return None if found is None else found.renamed(short.get)
+    def open_renamed_optimizer(_: Aliases) -> OptimizerState | None:
+        state = optimizer()
+        return None if state is None else state.rename_parameters(short.get)
 
-    known = {"step": model.count("global_steps"), "tag": folder.name, **metadata}
+    known_metadata = {"step": model.get_counter("global_steps"), "tag": folder.name, **metadata}
     return Checkpoint(
         format=format,
         root=root,
         tensors=plain,
         aliases={alias: short[owner] for alias, owner in aliases.items()},
-        optimizer=renamed,
+        optimizer=open_renamed_optimizer,
         metadata={
-            **trainer_metadata(root),
-            **{key: value for key, value in known.items() if isinstance(value, (int, str))},
+            **read_trainer_metadata(root),
+            **{key: value for key, value in known_metadata.items() if isinstance(value, (int, str))},
         },
         companions=find_companions(folder),
-        counters=model.counters,
+        counters=model.get_counters,
     )
 
 
-def ordered(value: Any) -> Any:
+def preserve_order(value: Any) -> Any:
     """Tables as lists, since their order is the layout."""
     if isinstance(value, dict):
         return list(value.items())
-    return [ordered(item) for item in value] if isinstance(value, list) else value
+    return [preserve_order(item) for item in value] if isinstance(value, list) else value
 
 
-def check_same(where: str, what: str, ours: Any, first: Any) -> None:
+def check_same(location: str, description: str, ours: Any, first: Any) -> None:
     """CheckpointError unless two files agree on a record that is equal on every rank of a run."""
     if ours != first:
-        raise CheckpointError(f"{where}: its {what} differs from the first rank; files of two runs or steps")
+        raise CheckpointError(
+            f"{location}: its {description} differs from the first rank; files of two runs or steps"
+        )
 
 
-def flat(value: Any, where: str, *, whole: bool = False) -> StoredTensor:
+def require_flat(value: Any, location: str, *, whole: bool = False) -> StoredTensor:
     """`value` if it is a contiguous 1-d tensor (of any shape if `whole`); else CheckpointError."""
     if not isinstance(value, StoredTensor):
-        raise CheckpointError(f"{where}: not a tensor")
+        raise CheckpointError(f"{location}: not a tensor")
     if not value.is_contiguous:
-        raise CheckpointError(f"{where}: the tensor is not contiguous")
+        raise CheckpointError(f"{location}: the tensor is not contiguous")
     if not whole and len(value.shape) != 1:
-        raise CheckpointError(f"{where}: a flat tensor of {len(value.shape)} dimensions")
+        raise CheckpointError(f"{location}: a flat tensor of {len(value.shape)} dimensions")
     return value
 
 
-def fragment(value: Any, where: str) -> tuple[int, int]:
+def read_fragment(value: Any, location: str) -> tuple[int, int]:
     """(start, numel) of a `fragment_address`."""
     state = value.state if isinstance(value, Instance) else None
     if isinstance(value, Instance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where}: damaged param_slice_mappings")
+        raise CheckpointError(f"{location}: damaged param_slice_mappings")
     start, numel = state.get("start"), state.get("numel")
     if type(start) is not int or type(numel) is not int:
-        raise CheckpointError(f"{where}: damaged param_slice_mappings")
+        raise CheckpointError(f"{location}: damaged param_slice_mappings")
     return start, numel
 
 
-def _shapes(value: Any, where: str) -> Shapes:
+def _read_shapes(value: Any, location: str) -> Shapes:
     shapes: Shapes = {}
-    for name, shape in require_mapping(value or {}, "a table of shapes", where).items():
-        shapes[str(name)] = require_shape(shape, f"the shape of {shown(name)}", where)
+    for name, shape in require_mapping(value or {}, "a table of shapes", location).items():
+        shapes[str(name)] = require_shape(shape, f"the shape of {format_value(name)}", location)
     return shapes

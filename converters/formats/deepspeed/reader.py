@@ -11,20 +11,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.errors import CheckpointError
-from converters.formats import Format, Source
+from converters.formats import CheckpointPath, Format
 from converters.formats.deepspeed.expert_files import Experts
-from converters.formats.deepspeed.layer_files import Layers, optimizer_of_stages
+from converters.formats.deepspeed.layer_files import LayerFiles, merge_stage_optimizers
 from converters.formats.deepspeed.rank_files import (
-    checkpoint_of,
+    build_checkpoint,
     find_names,
+    find_tag_folder,
     read_model,
     read_tag,
-    tag_folder,
 )
 from converters.formats.deepspeed.run import SavedRun, check_same_run
-from converters.formats.deepspeed.tensor_parallel import INFO, Layout, merged_optimizer, merged_weights
+from converters.formats.deepspeed.tensor_parallel import INFO, AutoTpLayout, merge_optimizer, merge_weights
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.storage.folder import Folder
 from converters.storage.places import folders_inside
@@ -41,44 +41,44 @@ LATEST = "latest"
 _ACCELERATE_MODEL = "pytorch_model"
 
 
-def _shard_folder(source: Source) -> Place | None:
+def _find_shard_folder(source: CheckpointPath) -> Place | None:
     """The folder of rank files to open for `source`."""
     path = source.path
     if path.is_file():
         return path.parent if path.name.endswith(("_model_states.pt", "_optim_states.pt")) else None
     if source.tag is not None:
-        named = tag_folder(path, source.tag, _holds)
-        return named or tag_folder(path, f"global_step{source.tag}", _holds)
-    if _holds(path):
+        tagged_folder = find_tag_folder(path, source.tag, _has_rank_files)
+        return tagged_folder or find_tag_folder(path, f"global_step{source.tag}", _has_rank_files)
+    if _has_rank_files(path):
         return path
-    tag, tags = read_tag(path / LATEST), _tags(path)
+    tag, tags = read_tag(path / LATEST), _list_tags(path)
     if tag is None:
         return child(path, tags[0]) if len(tags) == 1 else None
-    found = tag_folder(path, tag, _holds)
-    if found is None and tags:
+    folder = find_tag_folder(path, tag, _has_rank_files)
+    if folder is None and tags:
         # Another tag is another step; do not guess.
         raise CheckpointError(
-            f"{path / LATEST}: names {shown(tag)}, which holds no DeepSpeed files; choose with --tag: "
-            + ", ".join(map(shown, tags[:8]))
+            f"{path / LATEST}: names {format_value(tag)}, which holds no DeepSpeed files; choose with --tag: "
+            + ", ".join(map(format_value, tags[:8]))
         )
-    return found
+    return folder
 
 
-def _tags(path: Place) -> list[str]:
+def _list_tags(path: Place) -> list[str]:
     """The folders with rank files in `path`."""
-    return [name for name in folders_inside(path) if _holds(path / name)]
+    return [name for name in folders_inside(path) if _has_rank_files(path / name)]
 
 
-def _holds(path: Place) -> bool:
+def _has_rank_files(path: Place) -> bool:
     """Whether `path` has rank files. A universal checkpoint has model files too, beside its `zero/`."""
     names = find_names(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
 
 
-def _incomplete(source: Source) -> str | None:
+def _explain_incomplete(source: CheckpointPath) -> str | None:
     tag = read_tag(source.path / LATEST)
     if tag is not None:
-        return f"{source.path / LATEST}: names {shown(tag)}, which holds no DeepSpeed files"
+        return f"{source.path / LATEST}: names {format_value(tag)}, which holds no DeepSpeed files"
     return None
 
 
@@ -86,15 +86,15 @@ _NO_ZERO = "tensor, pipeline and expert parallel checkpoints of runs without ZeR
 _NO_STATES = "the optimizer states of all ranks are missing"
 
 
-def _refuse_several_models(given: Place, found: Place) -> None:
+def _refuse_several_models(path: Place, folders: Place) -> None:
     """Accelerate saves several models into folders side by side; `latest` names only the last."""
-    if given == found or not found.name.startswith(_ACCELERATE_MODEL):
+    if path == folders or not folders.name.startswith(_ACCELERATE_MODEL):
         return
-    if sum(name.startswith(_ACCELERATE_MODEL) for name in _tags(given)) > 1:
-        raise CheckpointError(f"{given}: holds several models; give one of its {_ACCELERATE_MODEL}* folders")
+    if sum(name.startswith(_ACCELERATE_MODEL) for name in _list_tags(path)) > 1:
+        raise CheckpointError(f"{path}: holds several models; give one of its {_ACCELERATE_MODEL}* folders")
 
 
-def _open(source: Source, path: Place) -> Checkpoint:
+def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     names = find_names(path)
     assert names is not None
     _refuse_several_models(source.path, path)
@@ -103,7 +103,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
     folder = Folder(path)
     own_rank = _find_own_rank(source, names)
     model = _read_own_model(folder, names.model[0], own_rank or 0)
-    degree = _degree(path, names, model)
+    degree = _read_degree(path, names, model)
     if not names.optim:
         if names.per_rank_model or degree > 1 or model.pipeline or names.experts:
             raise CheckpointError(f"{path}: {_NO_ZERO if model.groups is None else _NO_STATES}")
@@ -112,34 +112,34 @@ def _open(source: Source, path: Place) -> Checkpoint:
         model,
         *(read_model(folder, next(iter(names.model[rank].values()))) for rank in range(1, degree)),
     ]
-    layers = Layers(folder, names.layers) if model.pipeline else None
+    layers = LayerFiles(folder, names.layers) if model.pipeline else None
     if layers is not None:
-        models = [replace(stage, module=layers.module(stage)) for stage in models]
+        models = [replace(stage, module=layers.build_module(stage)) for stage in models]
     runs = [
         SavedRun(
             folder,
             names.optim[rank],
             names.model[rank],
             # The first process alone records the ties.
-            replace(held, shared=model.shared),
+            replace(rank_models, shared=model.shared),
             per_rank_model=names.per_rank_model,
             experts=Experts(folder, names.experts) if names.experts else None,
             rank=own_rank,
         )
-        for rank, held in enumerate(models)
+        for rank, rank_models in enumerate(models)
     ]
     check_same_run(runs)
     if layers is not None:
-        weights = layers.merged(runs)
-        return _checkpoint(source.path, runs, weights, lambda: optimizer_of_stages(runs))
+        weights = layers.merge_stages(runs)
+        return _build_checkpoint(source.path, runs, weights, lambda: merge_stage_optimizers(runs))
     if degree > 1:
-        layout = Layout(model.content.get(INFO), degree, str(path))
-        weights = merged_weights(runs, layout)
-        return _checkpoint(source.path, runs, weights, lambda: merged_optimizer(runs, layout))
-    return _checkpoint(source.path, runs, runs[0].weights(), runs[0].optimizer)
+        layout = AutoTpLayout(model.content.get(INFO), degree, str(path))
+        weights = merge_weights(runs, layout)
+        return _build_checkpoint(source.path, runs, weights, lambda: merge_optimizer(runs, layout))
+    return _build_checkpoint(source.path, runs, runs[0].build_weights(), runs[0].build_optimizer)
 
 
-def _find_own_rank(source: Source, names: Names) -> int | None:
+def _find_own_rank(source: CheckpointPath, names: Names) -> int | None:
     """Return the reader's rank if it needs only its own files: the world is the one that wrote them."""
     if source.rank is None or len(names.optim) != 1 or names.experts or names.layers:
         return None
@@ -165,7 +165,7 @@ def _read_own_model(folder: Folder, names: Mapping[int, str], rank: int) -> Mode
     return replace(model, shared=read_model(folder, first).shared)
 
 
-def _degree(path: Place, names: Names, model: ModelFile) -> int:
+def _read_degree(path: Place, names: Names, model: ModelFile) -> int:
     """The number of tensor parallel ranks, or of pipeline stages; every one must have its files."""
     tensor_ranks, stages = model.degrees
     if names.experts and not model.content.get("num_experts"):
@@ -176,21 +176,21 @@ def _degree(path: Place, names: Names, model: ModelFile) -> int:
         raise CheckpointError(
             f"{path}: checkpoints with two of tensor, pipeline and expert parallel ranks are not supported"
         )
-    what, degree = ("pipeline", stages) if model.pipeline else ("tensor", tensor_ranks)
+    kind, degree = ("pipeline", stages) if model.pipeline else ("tensor", tensor_ranks)
     for files in (names.model, names.optim) if names.optim else (names.model,):
         missing = next((rank for rank in range(degree) if rank not in files), None)
         if missing is not None:
             raise CheckpointError(
-                f"{path}: the files of {what} parallel rank {missing} are missing, of {degree} ranks"
+                f"{path}: the files of {kind} parallel rank {missing} are missing, of {degree} ranks"
             )
-        for rank, held in files.items():
+        for rank, rank_files in files.items():
             if rank >= degree:
-                name = next(iter(held.values()))
-                raise CheckpointError(f"{path / name}: of {what} parallel rank {rank}, the run had {degree}")
+                name = next(iter(rank_files.values()))
+                raise CheckpointError(f"{path / name}: of {kind} parallel rank {rank}, the run had {degree}")
     return degree
 
 
-def _checkpoint(
+def _build_checkpoint(
     root: Place, runs: Sequence[SavedRun], weights: Weights, optimizer: Callable[[], OptimizerState | None]
 ) -> Checkpoint:
     run = runs[0]
@@ -199,13 +199,13 @@ def _checkpoint(
         "ds_version": run.optim[0].version,
         "zero_stage": run.stage,
     }
-    return checkpoint_of("deepspeed", root, run.folder.path, run.model, weights, optimizer, about)
+    return build_checkpoint("deepspeed", root, run.folder.path, run.model, weights, optimizer, about)
 
 
 FORMAT = Format(
     "deepspeed",
-    _shard_folder,
+    _find_shard_folder,
     _open,
-    _incomplete,
+    _explain_incomplete,
     tags=True,
 )

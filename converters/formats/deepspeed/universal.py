@@ -15,25 +15,25 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, Scalar
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
-from converters.formats import Format, Source
+from converters.formats import CheckpointPath, Format
 from converters.formats.deepspeed.checks import rounds_to
-from converters.formats.deepspeed.flat_layout import WholeParameters, piece_of
-from converters.formats.deepspeed.optimizer import named_group
+from converters.formats.deepspeed.flat_layout import WholeParameters, to_piece
+from converters.formats.deepspeed.optimizer import name_group_parameters
 from converters.formats.deepspeed.rank_files import (
     PREFIXES,
     STANDINS,
-    checkpoint_of,
+    build_checkpoint,
     find_names,
-    flat,
+    find_tag_folder,
     partition_counts,
     read_model,
     read_models,
     read_tag,
-    tag_folder,
+    require_flat,
     with_model_states,
 )
 from converters.formats.torch_save.optimizer import as_tensor
@@ -60,30 +60,30 @@ def _is_universal(path: Place) -> bool:
     return (path / COMMON).is_file()
 
 
-def _folder(source: Source) -> Place | None:
+def _find_folder(source: CheckpointPath) -> Place | None:
     path = source.path
     if path.is_file():
         inside = path.name.endswith("_model_states.pt") and _is_universal(path.parent)
         return path.parent if inside else None
     if source.tag is not None:
-        return tag_folder(path, source.tag, _is_universal)
+        return find_tag_folder(path, source.tag, _is_universal)
     if _is_universal(path):
         return path
     if (path / _DEEPSPEED_LATEST).exists():
         return None  # prefer the complete run that it was converted from
-    return tag_folder(path, read_tag(path / LATEST), _is_universal)
+    return find_tag_folder(path, read_tag(path / LATEST), _is_universal)
 
 
-def _incomplete(source: Source) -> str | None:
+def _explain_incomplete(source: CheckpointPath) -> str | None:
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
     if tag := read_tag(source.path / LATEST):
-        return f"{source.path / LATEST}: names {shown(tag)}, which is not a universal checkpoint"
+        return f"{source.path / LATEST}: names {format_value(tag)}, which is not a universal checkpoint"
     return None
 
 
-def _open(source: Source, path: Place) -> Checkpoint:
-    return _Universal(Folder(path)).checkpoint(source.path)
+def _open(source: CheckpointPath, path: Place) -> Checkpoint:
+    return _Universal(Folder(path)).build_checkpoint(source.path)
 
 
 def load_part(folder: Folder, name: str) -> Any:
@@ -99,7 +99,7 @@ class _Universal:
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self.where = str(folder.path)
-        self.common = self._common()
+        self.common = self._read_common_state()
         stage = self.common.get("zero_stage", 1)
         if type(stage) is not int or stage not in (1, 2, 3):
             raise CheckpointError(f"{folder.path / COMMON}: unknown ZeRO stage")
@@ -107,7 +107,12 @@ class _Universal:
         names = find_names(folder.path)
         if names is None or not names.model:
             raise CheckpointError(f"{self.where}: the model states are missing")
-        of_ranks = [files for found in (names.optim, names.model) for rank, files in found.items() if rank]
+        of_ranks = [
+            files
+            for names_by_rank in (names.optim, names.model)
+            for rank, files in names_by_rank.items()
+            if rank
+        ]
         parallel = [*names.experts, *names.layers, *(name for files in of_ranks for name in files.values())]
         if parallel:
             raise CheckpointError(
@@ -117,7 +122,7 @@ class _Universal:
         ranks = names.model[0]
         if names.optim or names.per_rank_model != (self.stage == 3):
             raise CheckpointError(f"{self.where}: holds files from a run with another ZeRO stage")
-        self.world = self._world()
+        self.world = self._read_world_size()
         check_ranks(folder.path, ranks, self.world if self.stage == 3 else 1, "model")
         first, *others = ranks.values()
         self.model = read_model(folder, first)
@@ -128,10 +133,10 @@ class _Universal:
         self.shapes: Shapes = {name: shape for group in self.groups for name, shape in group.items()}
         if len(self.shapes) != sum(map(len, self.groups)):
             raise CheckpointError(f"{self.model.where}: a parameter is in two groups")
-        self.folders = self._parameter_folders()
-        self.rank0 = self._rank0() if self.stage == 3 else {}
+        self.folders = self._find_parameter_files()
+        self.rank0 = self._locate_rank0_copies() if self.stage == 3 else {}
 
-    def _common(self) -> dict[str, Any]:
+    def _read_common_state(self) -> dict[str, Any]:
         common = load_part(self.folder, COMMON)
         if not isinstance(common, dict):
             raise CheckpointError(
@@ -143,16 +148,16 @@ class _Universal:
             )
         return common
 
-    def _world(self) -> int:
+    def _read_world_size(self) -> int:
         counts = partition_counts(self.common, str(self.folder.path / COMMON))
         if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
             raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
         return counts[0]
 
-    def _parameter_folders(self) -> dict[str, list[str]]:
+    def _find_parameter_files(self) -> dict[str, list[str]]:
         """Parameter -> its files; a folder for a name not in the model states is refused."""
         root = self.folder.path / ZERO
-        found: dict[str, list[str]] = {}
+        files_by_name: dict[str, list[str]] = {}
         children: list[Place] = list(root.iterdir())
         for path in sorted(children, key=lambda path: path.name):
             if path.is_dir():
@@ -162,102 +167,108 @@ class _Universal:
                     raise CheckpointError(
                         f"{path / strange[0] if strange else path}: belongs to no parameter of the model"
                     )
-                found[path.name] = [name.removesuffix(_SUFFIX) for name in files]
+                files_by_name[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:
-            if MASTER not in found.get(name, ()):
+            if MASTER not in files_by_name.get(name, ()):
                 raise CheckpointError(f"{root / name / (MASTER + _SUFFIX)}: missing")
-        return found
+        return files_by_name
 
-    def _rank0(self) -> dict[str, dict[str, tuple[StoredTensor, int, int]]]:
+    def _locate_rank0_copies(self) -> dict[str, dict[str, tuple[StoredTensor, int, int]]]:
         """Parameter -> file -> (rank 0's flat group, first element, count), kept by stage 3."""
-        where = str(self.folder.path / COMMON)
-        masters, states = self.common.get("fp32_flat_groups"), _states(self.common, where)
-        held: dict[str, dict[str, tuple[StoredTensor, int, int]]] = {}
+        location = str(self.folder.path / COMMON)
+        masters, states = self.common.get("fp32_flat_groups"), _get_rank0_states(self.common, location)
+        copies: dict[str, dict[str, tuple[StoredTensor, int, int]]] = {}
         for index, shapes in enumerate(self.groups):
-            layout = WholeParameters(shapes, self.world, where)
+            layout = WholeParameters(shapes, self.world, location)
             state = states.get(index)
             runs = dict(state) if isinstance(state, dict) else {}
             if isinstance(masters, list) and index < len(masters):
                 runs[MASTER] = masters[index]
-            for what, value in runs.items():
+            for state_name, value in runs.items():
                 if not isinstance(value, StoredTensor) or value.shape in ((), (0,)):
                     continue
-                if flat(value, f"{where}: {what}").shape != (layout.length,):
+                if require_flat(value, f"{location}: {state_name}").shape != (layout.length,):
                     raise CheckpointError(
-                        f"{where}: damaged, the size of a flat group does not match param_shapes"
+                        f"{location}: damaged, the size of a flat group does not match param_shapes"
                     )
                 for name, shape in shapes.items():
-                    count = min(layout.part(shape), prod(shape))
-                    held.setdefault(name, {})[str(what)] = (value, layout.bases[name], count)
-        return held
+                    count = min(layout.count_elements_per_rank(shape), prod(shape))
+                    copies.setdefault(name, {})[str(state_name)] = (value, layout.bases[name], count)
+        return copies
 
-    def _parameter(self, name: str, what: str) -> Tensor:
+    def _read_parameter(self, name: str, state_name: str) -> Tensor:
         """One file of a parameter, in the parameter's shape."""
-        shape, file = self.shapes[name], f"{ZERO}/{name}/{what}{_SUFFIX}"
-        where = str(self.folder.path / file)
+        shape, file = self.shapes[name], f"{ZERO}/{name}/{state_name}{_SUFFIX}"
+        location = str(self.folder.path / file)
         content = load_part(self.folder, file)
         value = content.get("param") if isinstance(content, dict) else content
-        named = content.get(NAME) if isinstance(content, dict) else None
-        if named is not None and named != name:
-            raise CheckpointError(f"{where}: belongs to the parameter {shown(named)}")
-        known = ("param", "cat_dim", NAME)
-        extra = [key for key in content if key not in known] if isinstance(content, dict) else []
+        recorded_name = content.get(NAME) if isinstance(content, dict) else None
+        if recorded_name is not None and recorded_name != name:
+            raise CheckpointError(f"{location}: belongs to the parameter {format_value(recorded_name)}")
+        allowed_keys = ("param", "cat_dim", NAME)
+        extra = [key for key in content if key not in allowed_keys] if isinstance(content, dict) else []
         if extra:
             raise CheckpointError(
-                f"{where}: merged from tensor parallel ranks ({extra[0]}), which is not supported"
+                f"{location}: merged from tensor parallel ranks ({extra[0]}), which is not supported"
             )
-        stored = flat(value, where, whole=True)
+        stored = require_flat(value, location, whole=True)
         if stored.shape != (shape if isinstance(content, dict) else (prod(shape),)):
-            raise CheckpointError(f"{where}: is {list(stored.shape)}, the model states record {list(shape)}")
+            raise CheckpointError(
+                f"{location}: is {list(stored.shape)}, the model states record {list(shape)}"
+            )
         if isinstance(content, dict) == (self.stage == 3):
-            raise CheckpointError(f"{where}: damaged, not in the form written for ZeRO stage {self.stage}")
-        if named is None or name in self.model.module:
-            self._crosscheck(name, what, stored, where)
-        suffix = "" if what == MASTER else f".{what}"
+            raise CheckpointError(f"{location}: damaged, not in the form written for ZeRO stage {self.stage}")
+        if recorded_name is None or name in self.model.module:
+            self._compare_with_copy(name, state_name, stored, location)
+        suffix = "" if state_name == MASTER else f".{state_name}"
         if not prod(shape):
             return as_tensor(stored, name + suffix)
-        view = stored.view()
-        return Tensor.contiguous(name + suffix, stored.dtype, shape, view.source, view.offset)
+        view = stored.to_view()
+        return Tensor.from_source(name + suffix, stored.dtype, shape, view.source, view.offset)
 
-    def _crosscheck(self, name: str, what: str, stored: StoredTensor, where: str) -> None:
+    def _compare_with_copy(self, name: str, state_name: str, stored: StoredTensor, location: str) -> None:
         """Compare sampled values with the second copy, if there is one."""
         count = prod(stored.shape)
-        if what in self.rank0.get(name, {}):
-            run, base, count = self.rank0[name][what]
-            pairs = [(run, base + at, stored, at) for at in _samples(count)]
+        if state_name in self.rank0.get(name, {}):
+            run, base, count = self.rank0[name][state_name]
+            pairs = [(run, base + sample, stored, sample) for sample in _choose_samples(count)]
             other = COMMON
-        elif self.stage < 3 and what == MASTER:
+        elif self.stage < 3 and state_name == MASTER:
             weight = self.model.module.get(name)
             if not isinstance(weight, StoredTensor) or weight.shape != self.shapes[name]:
                 raise CheckpointError(f"{self.model.where}: {name!r} is missing or not of its recorded shape")
-            pairs = [(stored, at, weight, at) for at in _samples(count)]
+            pairs = [(stored, sample, weight, sample) for sample in _choose_samples(count)]
             other = "the model states"
         else:
             return
         for left, start, right, within in pairs:
-            if rounds_to(piece_of(left), start, right, count - within, within) is False:
+            if rounds_to(to_piece(left), start, right, count - within, within) is False:
                 raise CheckpointError(
-                    f"{where}: its values differ from {other}; a file of another parameter or step"
+                    f"{location}: its values differ from {other}; a file of another parameter or step"
                 )
 
-    def checkpoint(self, root: Place) -> Checkpoint:
-        read = partial(self._parameter, what=MASTER)
+    def build_checkpoint(self, root: Place) -> Checkpoint:
+        read = partial(self._read_parameter, state_name=MASTER)
         masters = dict(zip(self.shapes, map_ahead(self.folder.path, read, self.shapes), strict=True))
         weights = with_model_states(masters, self.models, self.model.module, self.stage, self.world)
         about = {"ds_version": self.common.get("ds_version"), "zero_stage": self.stage}
         path = self.folder.path
-        return checkpoint_of("deepspeed-universal", root, path, self.model, weights, self._optimizer, about)
+        return build_checkpoint(
+            "deepspeed-universal", root, path, self.model, weights, self._build_optimizer, about
+        )
 
     def _read_state(self, key: tuple[str, str]) -> Tensor | Scalar:
         """Read one optimizer state of a parameter."""
-        name, what = key
-        if what != _STEP:
-            return self._parameter(name, what)
-        file = f"{ZERO}/{name}/{what}{_SUFFIX}"
-        return _scalar(load_part(self.folder, file), f"{name}.{what}", str(self.folder.path / file))
+        name, state_name = key
+        if state_name != _STEP:
+            return self._read_parameter(name, state_name)
+        file = f"{ZERO}/{name}/{state_name}{_SUFFIX}"
+        return _read_scalar(
+            load_part(self.folder, file), f"{name}.{state_name}", str(self.folder.path / file)
+        )
 
-    def _optimizer(self) -> OptimizerState | None:
-        where = str(self.folder.path / COMMON)
+    def _build_optimizer(self) -> OptimizerState | None:
+        location = str(self.folder.path / COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         kinds = [set(self.folders[name]) - {MASTER} for name in self.shapes]
         every = set().union(*kinds)
@@ -267,35 +278,41 @@ class _Universal:
                 raise CheckpointError(f"{self.folder.path / ZERO / name / (lost + _SUFFIX)}: missing")
             if kind:
                 state[name] = {}
-        keys = [(name, what) for name, kind in zip(self.shapes, kinds, strict=True) for what in sorted(kind)]
-        for (name, what), value in zip(
+        keys = [
+            (name, state_name)
+            for name, kind in zip(self.shapes, kinds, strict=True)
+            for state_name in sorted(kind)
+        ]
+        for (name, state_name), value in zip(
             keys, map_ahead(self.folder.path, self._read_state, keys), strict=True
         ):
-            state[name][what] = value
+            state[name][state_name] = value
         if not state:
             return None
-        self._steps_of_stage3(state, where)
+        self._add_stage3_steps(state, location)
         self._check_steps(state)
         groups = self.common.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"{where}: damaged, it has no param_groups")
-        return OptimizerState(state, [named_group(group, self.groups, where) for group in groups])
+            raise CheckpointError(f"{location}: damaged, it has no param_groups")
+        return OptimizerState(
+            state, [name_group_parameters(group, self.groups, location) for group in groups]
+        )
 
-    def _steps_of_stage3(self, state: dict[str, dict[str, Tensor | Scalar]], where: str) -> None:
+    def _add_stage3_steps(self, state: dict[str, dict[str, Tensor | Scalar]], location: str) -> None:
         """Stage 3 keeps its steps (and other numbers) in the common file, per sub-group."""
-        states = _states(self.common, where) if self.stage == 3 else {}
+        states = _get_rank0_states(self.common, location) if self.stage == 3 else {}
         for index, shapes in enumerate(self.groups):
             values = states.get(index)
-            for what, value in values.items() if isinstance(values, dict) else ():
+            for state_name, value in values.items() if isinstance(values, dict) else ():
                 if value is None or (isinstance(value, StoredTensor) and value.shape):
                     continue
                 for name in shapes:
                     if name in state:
-                        state[name][str(what)] = _scalar(value, f"{name}.{what}", where)
+                        state[name][str(state_name)] = _read_scalar(value, f"{name}.{state_name}", location)
 
     def _check_steps(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
         """All parameters must be at one step, consistent with the engine's counters."""
-        total, skipped = self.model.count("global_steps"), self.model.count("skipped_steps") or 0
+        total, skipped = self.model.get_counter("global_steps"), self.model.get_counter("skipped_steps") or 0
         steps: dict[str, float] = {}
         for name, values in state.items():
             step = values.get(_STEP)
@@ -310,32 +327,32 @@ class _Universal:
                 )
 
 
-def _states(common: dict[str, Any], where: str) -> dict[Any, Any]:
+def _get_rank0_states(common: dict[str, Any], location: str) -> dict[Any, Any]:
     """The base optimizer's state by sub-group, which stage 3 keeps for rank 0."""
     base = common.get("optimizer_state_dict")
     state = base.get("state") if isinstance(base, dict) else None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where}: damaged, the optimizer has no state")
+        raise CheckpointError(f"{location}: damaged, the optimizer has no state")
     return state
 
 
-def _scalar(value: Any, name: str, where: str) -> Tensor | Scalar:
+def _read_scalar(value: Any, name: str, location: str) -> Tensor | Scalar:
     if isinstance(value, StoredTensor) and value.shape == ():
         return as_tensor(value, name)
     if isinstance(value, (int, float)):
         return value
-    raise CheckpointError(f"{where}: {name!r} is not a number")
+    raise CheckpointError(f"{location}: {name!r} is not a number")
 
 
-def _samples(count: int) -> list[int]:
+def _choose_samples(count: int) -> list[int]:
     """The positions to sample: start, middle and end."""
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 
 
 FORMAT = Format(
     "deepspeed-universal",
-    _folder,
+    _find_folder,
     _open,
-    _incomplete,
+    _explain_incomplete,
     tags=True,
 )

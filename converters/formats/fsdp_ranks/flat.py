@@ -13,15 +13,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
-from converters.containers.pickle_reader import is_index, plain
+from converters.containers.pickle_reader import is_index, to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
 from converters.limits import MAX_FLAT_WORK
 from converters.names.index_keys import check_listed, fit_in_order
-from converters.names.tied_weights import same_values
+from converters.names.tied_weights import has_same_values
 from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from converters.storage.bytes import Source
 
 
-class Copies:
+class RankCopies:
     """A tensor that is not sharded, as each rank has it; None for a rank without it."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, location: str) -> None:
+        self.where = location
         self.held: dict[int, StoredTensor] = {}
 
     @property
@@ -47,12 +47,12 @@ class Copies:
             raise CheckpointError(f"{self.where}: sharded on some ranks only")
         self.held[rank] = value
 
-    def tensor(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """The tensor, equal on all ranks."""
         tensors = [as_tensor(stored, self.where) for stored in self.held.values()]
         first = tensors[0]
         for rank, other in zip(self.held, tensors, strict=True):
-            if other is not first and not same_values(first, other):
+            if other is not first and not has_same_values(first, other):
                 raise CheckpointError(f"{self.where}: not sharded, and rank {rank} has another value of it")
         return first
 
@@ -63,17 +63,17 @@ def is_flat(saved: Any) -> bool:
         return False
     states = [state for state in saved["state"].values() if isinstance(state, dict)]
     values = [value for state in states for value in state.values()]
-    runs = sum(isinstance(value, Copies) and value.dims > 0 for value in values)
-    return runs > 0 and all(isinstance(value, (int, float, Copies)) for value in values)
+    runs = sum(isinstance(value, RankCopies) and value.dims > 0 for value in values)
+    return runs > 0 and all(isinstance(value, (int, float, RankCopies)) for value in values)
 
 
 def read_flat(
-    saved: dict[str, Any], order: Sequence[str], tensors: Mapping[str, Tensor], world: int, where: str
+    saved: dict[str, Any], order: Sequence[str], tensors: Mapping[str, Tensor], world: int, location: str
 ) -> OptimizerState:
     """The state by parameter name.
 
     Args:
-        saved: the merged content of the ranks' files, with `Copies` for tensors.
+        saved: the merged content of the ranks' files, with `RankCopies` for tensors.
         order: the sharded parameters in module order, without aliases.
 
     Raises:
@@ -81,65 +81,73 @@ def read_flat(
     """
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise CheckpointError(f"{where}: damaged, its groups list no parameters")
+        raise CheckpointError(f"{location}: damaged, its groups list no parameters")
     keys = check_listed(
-        [group["params"] for group in groups if all(map(is_index, group["params"]))], state, where
+        [group["params"] for group in groups if all(map(is_index, group["params"]))], state, location
     )
-    runs = {key: _runs(values, world, f"{where}: {key}") for key, values in state.items()}
+    runs = {key: _read_run_lengths(values, world, f"{location}: {key}") for key, values in state.items()}
     sizes = [(name, (prod(tensors[name].shape),)) for name in order]
     totals = [[(sum(runs[key]),) if key in runs else None for key in group["params"]] for group in groups]
     places = fit_in_order(sizes, totals)
     units: dict[Any, list[str]]
     if isinstance(places, dict):
-        units = {groups[group]["params"][at]: [name] for name, (group, at) in places.items()}
+        units = {groups[group]["params"][offset]: [name] for name, (group, offset) in places.items()}
     else:
-        found = _units(sizes, [runs.get(key) for key in sorted(keys)], world)
-        if not isinstance(found, list):
-            why = "several choices of" if found else "no choice of"
-            raise OptimizerStateError(f"{where} has FSDP1's flat parameters, which fit {why} wrapped modules")
-        units = dict(zip(sorted(keys), found, strict=True))
-    named: dict[str, dict[str, Tensor | Scalar]] = {}
+        parameter_units = _find_units(sizes, [runs.get(key) for key in sorted(keys)], world)
+        if not isinstance(parameter_units, list):
+            why = "several choices of" if parameter_units else "no choice of"
+            raise OptimizerStateError(
+                f"{location} has FSDP1's flat parameters, which fit {why} wrapped modules"
+            )
+        units = dict(zip(sorted(keys), parameter_units, strict=True))
+    state_by_name: dict[str, dict[str, Tensor | Scalar]] = {}
     for key in keys:
-        for what, value in state.get(key, {}).items():
-            if not isinstance(value, Copies) or not value.dims:
-                one = value.tensor() if isinstance(value, Copies) else value
+        for state_name, value in state.get(key, {}).items():
+            if not isinstance(value, RankCopies) or not value.dims:
+                state_value = value.to_tensor() if isinstance(value, RankCopies) else value
                 for name in units[key]:
-                    named.setdefault(name, {})[str(what)] = one
+                    state_by_name.setdefault(name, {})[str(state_name)] = state_value
                 continue
-            whole = Joined([_bytes(value.held[rank]) for rank in range(world) if rank in value.held])
+            whole = Joined(
+                [_to_bytes_source(value.held[rank]) for rank in range(world) if rank in value.held]
+            )
             dtype = next(iter(value.held.values())).dtype
-            at = 0
+            offset = 0
             for name in units[key]:
                 shape = tensors[name].shape
-                made = Tensor.contiguous(f"{name}.{what}", dtype, shape, whole, at)
-                if at + made.nbytes > whole.nbytes:
-                    raise CheckpointError(f"{where}: {what} of {name!r} is shorter than the parameter")
-                named.setdefault(name, {})[str(what)] = made
-                at += made.nbytes
+                tensor = Tensor.from_source(f"{name}.{state_name}", dtype, shape, whole, offset)
+                if offset + tensor.nbytes > whole.nbytes:
+                    raise CheckpointError(
+                        f"{location}: {state_name} of {name!r} is shorter than the parameter"
+                    )
+                state_by_name.setdefault(name, {})[str(state_name)] = tensor
+                offset += tensor.nbytes
     param_groups: ParamGroups = [
         {
-            **{str(key): plain(value) for key, value in group.items() if key != "params"},
+            **{str(key): to_json_value(value) for key, value in group.items() if key != "params"},
             "params": [name for key in group["params"] for name in units[key]],
         }
         for group in groups
     ]
-    return OptimizerState(named, param_groups)
+    return OptimizerState(state_by_name, param_groups)
 
 
-def _runs(values: Any, world: int, where: str) -> list[int]:
+def _read_run_lengths(values: Any, world: int, location: str) -> list[int]:
     """The number of elements on each rank, the same in all of a parameter's state."""
-    found: list[int] | None = None
-    for what, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, Copies) and value.dims:
+    lengths: list[int] | None = None
+    for state_name, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(value, RankCopies) and value.dims:
             counts = [prod(value.held[rank].shape) if rank in value.held else 0 for rank in range(world)]
             kinds = {stored.dtype for stored in value.held.values()}
-            if len(kinds) != 1 or (found is not None and counts != found):
-                raise CheckpointError(f"{where}: the ranks disagree about the type or length of {what}")
-            found = counts
-    return found or [0] * world
+            if len(kinds) != 1 or (lengths is not None and counts != lengths):
+                raise CheckpointError(
+                    f"{location}: the ranks disagree about the type or length of {state_name}"
+                )
+            lengths = counts
+    return lengths or [0] * world
 
 
-def _units(
+def _find_units(
     sizes: Sequence[tuple[str, tuple[int]]], runs: Sequence[list[int] | None], world: int
 ) -> list[list[str]] | int:
     """The parameters of each flat parameter: the root's own, then those of each wrapped module.
@@ -160,7 +168,7 @@ def _units(
     work = 0
     limit = total if lengths[0] is None else lengths[0] * world
     for seen in range(len(sizes)):
-        ends = _subtrees(sizes, seen)
+        ends = _find_subtree_ends(sizes, seen)
         for state in [state for state in ways if state[0] == seen]:
             count = ways[state]
             _, unit, root = state
@@ -193,7 +201,7 @@ def _units(
     return units
 
 
-def _subtrees(sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
+def _find_subtree_ends(sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
     """Where each module ends that begins with parameter `first`, the root left out."""
     parts = sizes[first][0].split(".")
     ends = set()
@@ -208,6 +216,6 @@ def _subtrees(sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
     return sorted(ends)
 
 
-def _bytes(stored: StoredTensor) -> Source:
-    view = stored.view()
-    return Slice(view.source, view.offset, prod(stored.shape) * itemsize(stored.dtype))
+def _to_bytes_source(stored: StoredTensor) -> Source:
+    view = stored.to_view()
+    return Slice(view.source, view.offset, prod(stored.shape) * get_itemsize(stored.dtype))

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
-from converters.containers.pickle_reader import plain, shown
+from converters.containers.pickle_reader import format_value, to_json_value
 from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats import Format, Source
-from converters.formats.fsdp_ranks.flat import Copies, is_flat, read_flat
-from converters.formats.fsdp_ranks.sharded import Sharded, boxes, load
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from converters.formats import CheckpointPath, Format
+from converters.formats.fsdp_ranks.flat import RankCopies, is_flat, read_flat
+from converters.formats.fsdp_ranks.sharded import Sharded, load, locate_parts
 from converters.formats.torch_save.optimizer import Leaf, read_optimizer
-from converters.formats.torch_save.reader import aliases_of, in_order, split
-from converters.names.canonical import plain_names, refuse_flat_parameters
+from converters.formats.torch_save.reader import drop_aliases, find_aliases, split_tensors
+from converters.names.canonical import refuse_flat_parameters, strip_prefixes
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.path_or_url import make_absolute
@@ -44,38 +44,38 @@ _FILE = re.compile(
 _STEP = re.compile(r"global_step_?(\d{1,18})")
 
 
-def _holds(path: Place) -> bool:
+def _has_rank_files(path: Place) -> bool:
     return any(map(_FILE.fullmatch, names_in(path)))
 
 
-def _models(path: Place) -> list[str]:
+def _list_model_folders(path: Place) -> list[str]:
     """The folders of a step that hold a model each (`actor`, `critic`)."""
-    return [name for name in folders_inside(path) if _holds(path / name)]
+    return [name for name in folders_inside(path) if _has_rank_files(path / name)]
 
 
-def _find(source: Source) -> list[Place] | None:
+def _find(source: CheckpointPath) -> list[Place] | None:
     """The folders with rank files: that of a file, the one given, or those of a step's models."""
     path = source.path
     if path.is_file():
         return [path.parent] if _FILE.fullmatch(path.name) else None
-    return [path] if _holds(path) else [path / name for name in _models(path)] or None
+    return [path] if _has_rank_files(path) else [path / name for name in _list_model_folders(path)] or None
 
 
-def _open(source: Source, folders: list[Place]) -> Checkpoint:
+def _open(source: CheckpointPath, folders: list[Place]) -> Checkpoint:
     path = folders[0]
     if len(folders) > 1:
-        names = ", ".join(shown(folder.name) for folder in folders[:8])
+        names = ", ".join(format_value(folder.name) for folder in folders[:8])
         raise CheckpointError(f"{source.path}: holds several models; give one of {names}")
     if path.parent == source.path:
         path = child(source.path, path.name)
-    return _Ranks(Folder(path)).checkpoint(source.path)
+    return _RankFiles(Folder(path)).build_checkpoint(source.path)
 
 
-class Parts:
+class RankParts:
     """One sharded tensor, rank by rank."""
 
-    def __init__(self, first: Sharded, where: str) -> None:
-        self.dtype, self.shape, self.where = first.dtype, first.shape, where
+    def __init__(self, first: Sharded, location: str) -> None:
+        self.dtype, self.shape, self.where = first.dtype, first.shape, location
         self.view: Leaf | None = None
         self.boxes: dict[str, Box] = {}
         # Of all ranks: more than the boxes where there are replicas.
@@ -84,21 +84,21 @@ class Parts:
     def add(self, value: Any, rank: int) -> None:
         if not isinstance(value, Sharded) or (value.dtype, value.shape) != (self.dtype, self.shape):
             raise CheckpointError(f"{self.where}: the ranks disagree about its type or shape")
-        for offsets, stored in boxes(value, rank, self.where):
+        for offsets, stored in locate_parts(value, rank, self.where):
             if prod(stored.shape):
                 self.parts += 1
                 self.view = self.view or stored
                 # As text: numbers can be chosen to collide.
-                view = stored.view if isinstance(stored, StoredTensor) else stored.boxes[0].view
+                view = stored.to_view if isinstance(stored, StoredTensor) else stored.boxes[0].view
                 self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, view))
 
-    def tensor(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         if not prod(self.shape):
-            return Tensor.contiguous(self.where, self.dtype, self.shape, Memory(b""))
+            return Tensor.from_source(self.where, self.dtype, self.shape, Memory(b""))
         return Tensor(self.where, self.dtype, self.shape, list(self.boxes.values()))
 
 
-class _Ranks:
+class _RankFiles:
     """The files of all ranks."""
 
     def __init__(self, folder: Folder) -> None:
@@ -107,13 +107,13 @@ class _Ranks:
         self.files: dict[str, dict[int, str]] = {}
         worlds: dict[int, str] = {}
         for name in names_in(folder.path):
-            found = _FILE.fullmatch(name)
-            if found is not None:
-                worlds.setdefault(int(found["world"]), name)
-                self.files.setdefault(found["kind"], {})[int(found["rank"])] = name
+            match = _FILE.fullmatch(name)
+            if match is not None:
+                worlds.setdefault(int(match["world"]), name)
+                self.files.setdefault(match["kind"], {})[int(match["rank"])] = name
         if len(worlds) > 1:
-            one, other = sorted(worlds.values())[:2]
-            raise CheckpointError(f"{self.where}: holds files of two runs, {one} and {other}")
+            first, other = sorted(worlds.values())[:2]
+            raise CheckpointError(f"{self.where}: holds files of two runs, {first} and {other}")
         (self.world,) = worlds
         for kind, ranks in self.files.items():
             if kind != "extra_state":  # of which any may be missing
@@ -129,54 +129,56 @@ class _Ranks:
         contents = map_ahead(self.folder.path, lambda name: load(self.folder.file(name)), files.values())
         for (rank, name), content in zip(files.items(), contents, strict=True):
             if not isinstance(content, dict):
-                where = str(self.folder.path / name)
-                raise CheckpointError(f"{where}: not a state dict but a {type(content).__name__}")
+                location = str(self.folder.path / name)
+                raise CheckpointError(f"{location}: not a state dict but a {type(content).__name__}")
             yield rank, content
 
-    def merged(self, kind: str) -> dict[Any, Any]:
-        """What all ranks' files of a kind hold together, with `Parts` and `Copies` for tensors."""
-        held: dict[Any, Any] = {}
+    def merge_ranks(self, kind: str) -> dict[Any, Any]:
+        """What all ranks' files of a kind hold together, with `RankParts` and `RankCopies` for tensors."""
+        merged: dict[Any, Any] = {}
         for rank, content in self._rank(kind):
-            _fold(held, content, rank, f"{self.where}: {kind}", "")
-        return held
+            _add_rank(merged, content, rank, f"{self.where}: {kind}", "")
+        return merged
 
-    def checkpoint(self, root: Place) -> Checkpoint:
-        merged = self.merged("model")
+    def build_checkpoint(self, root: Place) -> Checkpoint:
+        merged = self.merge_ranks("model")
         refuse_flat_parameters(merged, self.where)
-        made: dict[int, Parts] = {}
-        found, _, counted = split(_finished(merged, made), self.where)
-        tensors: dict[str, Tensor] = plain_names(found, where=self.where)
-        sharded = {name: made[id(tensor)] for name, tensor in tensors.items() if id(tensor) in made}
+        parts_by_id: dict[int, RankParts] = {}
+        leaves, _, counted = split_tensors(_build_tensors(merged, parts_by_id), self.where)
+        tensors: dict[str, Tensor] = strip_prefixes(leaves, location=self.where)
+        sharded = {
+            name: parts_by_id[id(tensor)] for name, tensor in tensors.items() if id(tensor) in parts_by_id
+        }
         views = {name: part.view for name, part in sharded.items() if isinstance(part.view, StoredTensor)}
         replicas = any(part.parts > len(part.boxes) for part in sharded.values())
 
-        def optimizer(aliases: Aliases) -> OptimizerState | None:
+        def open_optimizer(aliases: Aliases) -> OptimizerState | None:
             if "optim" not in self.files:
                 return None
-            where = f"{self.where}: the optimizer"
-            saved = self.merged("optim")
-            order = in_order(sharded or tensors, aliases)
-            with blame(self.folder.path):
+            location = f"{self.where}: the optimizer"
+            saved = self.merge_ranks("optim")
+            order = drop_aliases(sharded or tensors, aliases)
+            with prefix_errors(self.folder.path):
                 if not is_flat(saved):
-                    return read_optimizer(_finished(saved, {}), tensors, order, where=where)
+                    return read_optimizer(_build_tensors(saved, {}), tensors, order, location=location)
                 if replicas:
                     raise OptimizerStateError(
-                        f"{where} is that of FSDP1 with replicas, which is not supported"
+                        f"{location} is that of FSDP1 with replicas, which is not supported"
                     )
-                return read_flat(saved, order, tensors, self.world, where)
+                return read_flat(saved, order, tensors, self.world, location)
 
         return Checkpoint(
             format="fsdp-ranks",
             root=root,
             tensors=tensors,
-            aliases=aliases_of(views, tensors),
-            optimizer=optimizer,
-            metadata={**counted, "world_size": self.world, **_step(self.folder.path)},
+            aliases=find_aliases(views, tensors),
+            optimizer=open_optimizer,
+            metadata={**counted, "world_size": self.world, **_read_step(self.folder.path)},
             companions=find_companions(self.folder.path),
-            counters=self._counters,
+            counters=self._read_counters,
         )
 
-    def _counters(self) -> dict[str, Scalar]:
+    def _read_counters(self) -> dict[str, Scalar]:
         """The schedule's step, in rank 0's extra state."""
         name = self.files.get("extra_state", {}).get(0)
         extra = load(self.folder.file(name)) if name is not None else None
@@ -185,48 +187,50 @@ class _Ranks:
         return {"lr_scheduler.last_epoch": last} if type(last) is int else {}
 
 
-def _fold(held: dict[Any, Any], content: dict[Any, Any], rank: int, where: str, prefix: str) -> None:
+def _add_rank(merged: dict[Any, Any], content: dict[Any, Any], rank: int, location: str, prefix: str) -> None:
     """Add one rank's content to that of the ranks before it."""
     for key, value in content.items():
-        name = f"{prefix}{key}" if type(key) in (str, int) else shown(key)
-        known = held.get(key)
-        if isinstance(value, dict) and (known is None or isinstance(known, dict)):
-            if known is None:
-                known = held[key] = {}
-            _fold(known, value, rank, where, f"{name}.")
+        name = f"{prefix}{key}" if type(key) in (str, int) else format_value(key)
+        previous = merged.get(key)
+        if isinstance(value, dict) and (previous is None or isinstance(previous, dict)):
+            if previous is None:
+                previous = merged[key] = {}
+            _add_rank(previous, value, rank, location, f"{name}.")
         elif isinstance(value, (Sharded, StoredTensor)):
-            if known is None:
-                about = f"{where}: {name}"
-                known = Parts(value, about) if isinstance(value, Sharded) else Copies(about)
-                held[key] = known
-            if not isinstance(known, (Parts, Copies)):
-                raise CheckpointError(f"{where}: {name} is a tensor on some ranks only")
-            known.add(value, rank)
-        elif isinstance(value, dict) or isinstance(known, (dict, Parts, Copies)):
-            raise CheckpointError(f"{where}: {name} is not of one kind on all ranks")
-        elif key not in held:
-            held[key] = value
-        elif plain(known) != plain(value):
-            raise CheckpointError(f"{where}: the ranks have different values of {name}; files of two runs?")
+            if previous is None:
+                about = f"{location}: {name}"
+                previous = RankParts(value, about) if isinstance(value, Sharded) else RankCopies(about)
+                merged[key] = previous
+            if not isinstance(previous, (RankParts, RankCopies)):
+                raise CheckpointError(f"{location}: {name} is a tensor on some ranks only")
+            previous.add(value, rank)
+        elif isinstance(value, dict) or isinstance(previous, (dict, RankParts, RankCopies)):
+            raise CheckpointError(f"{location}: {name} is not of one kind on all ranks")
+        elif key not in merged:
+            merged[key] = value
+        elif to_json_value(previous) != to_json_value(value):
+            raise CheckpointError(
+                f"{location}: the ranks have different values of {name}; files of two runs?"
+            )
 
 
-def _finished(value: Any, made: dict[int, Parts]) -> Any:
-    """The same content with a `Tensor` for each tensor; `made` receives the `id` of each sharded one."""
+def _build_tensors(value: Any, by_id: dict[int, RankParts]) -> Any:
+    """The same content with a `Tensor` for each tensor; `by_id` receives the `id` of each sharded one."""
     if isinstance(value, dict):
-        return {key: _finished(item, made) for key, item in value.items()}
-    if isinstance(value, Parts):
-        tensor = value.tensor()
-        made[id(tensor)] = value
+        return {key: _build_tensors(item, by_id) for key, item in value.items()}
+    if isinstance(value, RankParts):
+        tensor = value.to_tensor()
+        by_id[id(tensor)] = value
         return tensor
-    return value.tensor() if isinstance(value, Copies) else value
+    return value.to_tensor() if isinstance(value, RankCopies) else value
 
 
-def _step(path: Place) -> dict[str, int]:
+def _read_step(path: Place) -> dict[str, int]:
     """The step in the name of the folder or the one above it."""
     for name in (path.name, make_absolute(path).parent.name):
-        found = _STEP.fullmatch(name)
-        if found is not None:
-            return {"step": int(found[1])}
+        match = _STEP.fullmatch(name)
+        if match is not None:
+            return {"step": int(match[1])}
     return {}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.containers.pickle_reader import Global, Instance, inert_members, members_of
+from converters.containers.pickle_reader import Global, Instance, build_getattr_standin, list_inert_members
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from converters.containers.untrusted import get_attributes
 from converters.errors import CheckpointError
@@ -58,7 +58,7 @@ class Placed(NamedTuple):
     part: Tensor
 
 
-def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if not isinstance(function, Global) or function.key != _WRAPPER:
         plain = TORCH_STANDINS["torch._tensor._rebuild_from_type_v2"]
         assert plain is not None
@@ -79,9 +79,9 @@ _MEMBERS = {
 }
 # Beside these, any class of torch.distributed may come as an inert record.
 STANDINS: Mapping[str, Standin | None] = {
-    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     _WRAPPER: None,
-    "builtins.getattr": members_of(inert_members(_MEMBERS)),
+    "builtins.getattr": build_getattr_standin(list_inert_members(_MEMBERS)),
 }
 PREFIXES = ("torch.distributed.",)
 
@@ -93,7 +93,7 @@ def load(file: SourceFile) -> Any:
     return archive.load(STANDINS, PREFIXES)
 
 
-def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
+def locate_parts(value: Sharded, rank: int, location: str) -> list[tuple[Dims, Leaf]]:
     """(offsets, part) of each part of the tensor in this rank's file; a replica's are those of its original.
 
     Raises:
@@ -102,55 +102,61 @@ def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
     if isinstance(value.state, Placed):
         return [value.state]
     if value.kind == _SHARDED_TENSOR:
-        return _recorded(value, rank, where)
+        return _read_recorded_parts(value, rank, location)
     if value.kind != "DTensor":
-        raise CheckpointError(f"{where}: holds a {value.kind[:60]}, which is not supported")
+        raise CheckpointError(f"{location}: holds a {value.kind[:60]}, which is not supported")
     state = value.state[1] if type(value.state) is tuple and len(value.state) == 2 else value.state
     spec = state.get("_spec") if isinstance(state, dict) else None
     local = state.get("_local_tensor") if isinstance(state, dict) else None
     placements, mesh = get_attributes(spec).get("placements"), get_attributes(spec).get("mesh")
     if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
-        raise CheckpointError(f"{where}: damaged, a DTensor without its part or placements")
+        raise CheckpointError(f"{location}: damaged, a DTensor without its part or placements")
     writer = get_attributes(mesh).get("_rank")
     if type(writer) is int and writer != rank:
-        raise CheckpointError(f"{where}: was written by rank {writer}, not {rank}")
-    sizes, place = _place_in_mesh(mesh, rank, where)
+        raise CheckpointError(f"{location}: was written by rank {writer}, not {rank}")
+    sizes, place = _find_mesh_position(mesh, rank, location)
     if len(placements) != len(sizes):
-        raise CheckpointError(f"{where}: damaged, {len(placements)} placements on a mesh of {len(sizes)}")
-    offsets, shape = _local(value.shape, sizes, place, placements, where)
+        raise CheckpointError(f"{location}: damaged, {len(placements)} placements on a mesh of {len(sizes)}")
+    offsets, shape = _locate_local_part(value.shape, sizes, place, placements, location)
     if local.shape != shape or local.dtype != value.dtype:
         raise CheckpointError(
-            f"{where}: rank {rank} holds {local.dtype} {list(local.shape)}, its placements say {value.dtype} "
-            f"{list(shape)}"
+            f"{location}: rank {rank} holds {local.dtype} {list(local.shape)}, its placements say "
+            f"{value.dtype} {list(shape)}"
         )
     return [(offsets, local)]
 
 
-def _place_in_mesh(mesh: Any, rank: int, where: str) -> tuple[Dims, Dims]:
+def _find_mesh_position(mesh: Any, rank: int, location: str) -> tuple[Dims, Dims]:
     """(the sizes of the mesh, the rank's coordinates in it)."""
     fields = get_attributes(mesh)
     stored = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
     if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= MAX_COUNT:
-        raise CheckpointError(f"{where}: damaged, or of a newer torch: a DTensor without its mesh of ranks")
-    ranks = as_tensor(stored, f"{where}: mesh").read()
-    at = (ranks == rank).nonzero()
-    if ranks.dtype.kind not in "iu" or len({*ranks.reshape(-1).tolist()}) != ranks.size or at[0].size != 1:
-        raise CheckpointError(f"{where}: the mesh of a tensor does not hold rank {rank} once")
+        raise CheckpointError(
+            f"{location}: damaged, or of a newer torch: a DTensor without its mesh of ranks"
+        )
+    ranks = as_tensor(stored, f"{location}: mesh").read()
+    position = (ranks == rank).nonzero()
+    if (
+        ranks.dtype.kind not in "iu"
+        or len({*ranks.reshape(-1).tolist()}) != ranks.size
+        or position[0].size != 1
+    ):
+        raise CheckpointError(f"{location}: the mesh of a tensor does not hold rank {rank} once")
     if "mesh" in fields:
-        return ranks.shape, tuple(int(axis[0]) for axis in at)
-    cuts = _cuts_of_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
+        return ranks.shape, tuple(int(axis[0]) for axis in position)
+    cuts = _split_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
     if cuts is None:
-        raise CheckpointError(f"{where}: damaged, or of a newer torch: the layout of a tensor's mesh")
+        raise CheckpointError(f"{location}: damaged, or of a newer torch: the layout of a tensor's mesh")
     place = []
     for dimension in cuts:
         coordinate = 0
         for size, stride in dimension:
-            coordinate = coordinate * size + int(at[0][0]) // stride % size
+            coordinate = coordinate * size + int(position[0][0]) // stride % size
         place.append(coordinate)
     return tuple(prod(size for size, _ in dimension) for dimension in cuts), tuple(place)
 
 
-def _cuts_of_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | None:
+def _split_mesh_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | None:
     """How each dimension of a mesh cuts the list of `ranks` ranks: (size, stride), the outermost first.
 
     A mesh is the part of that list that its rank is in, so ranks that it leaves out are in other parts. torch
@@ -165,11 +171,11 @@ def _cuts_of_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | No
     records = [get_attributes(axis) for axis in axes] if type(axes) is tuple else [fields]
     shapes, strides = ([record.get(name) for record in records] for name in ("shape", "stride"))
     if type(axes) is not tuple:
-        shapes, strides = _listed(shapes[0]), _listed(strides[0])
-    if [len(_listed(shape)) for shape in shapes] != [len(_listed(stride)) for stride in strides]:
+        shapes, strides = _to_list(shapes[0]), _to_list(strides[0])
+    if [len(_to_list(shape)) for shape in shapes] != [len(_to_list(stride)) for stride in strides]:
         return None
     cuts = [
-        [(size, stride) for size, stride in zip(_listed(shape), _listed(stride), strict=True) if size != 1]
+        [(size, stride) for size, stride in zip(_to_list(shape), _to_list(stride), strict=True) if size != 1]
         for shape, stride in zip(shapes, strides, strict=True)
     ]
     every = [cut for dimension in cuts for cut in dimension]
@@ -183,12 +189,14 @@ def _cuts_of_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | No
     return cuts
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     """What is a number where there is one of it, a tuple where there are several."""
     return list(value) if type(value) in (tuple, list) else [value]
 
 
-def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], where: str) -> tuple[Dims, Dims]:
+def _locate_local_part(
+    shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], location: str
+) -> tuple[Dims, Dims]:
     """(offsets, sizes) of a part.
 
     Placements cut from the first dimension of the mesh to the last, each what the ones before it left. A
@@ -206,17 +214,19 @@ def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], whe
             or type(dim) is not int
             or not -len(shape) <= dim < len(shape)
         ):
-            raise CheckpointError(f"{where}: the placement {kind[:60] or 'of a DTensor'} is not supported")
+            raise CheckpointError(f"{location}: the placement {kind[:60] or 'of a DTensor'} is not supported")
         dim %= len(shape)
         if kind == "Shard":
             plain.append((axis, dim))
             continue
-        later = [i for i in range(axis + 1, len(placements)) if _cuts(placements[i], dim, len(shape))]
+        later = [
+            i for i in range(axis + 1, len(placements)) if _is_shard_of_dim(placements[i], dim, len(shape))
+        ]
         if get_attributes(placement).get("split_factor") != prod(sizes[i] for i in later):
-            raise CheckpointError(f"{where}: a strided placement on this mesh is not supported")
+            raise CheckpointError(f"{location}: a strided placement on this mesh is not supported")
         strided.append((axis, dim))
     if len({dim for _, dim in strided}) != len(strided):
-        raise CheckpointError(f"{where}: several strided placements on one dimension are not supported")
+        raise CheckpointError(f"{location}: several strided placements on one dimension are not supported")
     offsets, left = [0] * len(shape), list(shape)
     for axis, dim in [*plain, *strided]:
         step = -(-left[dim] // sizes[axis])
@@ -226,9 +236,9 @@ def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], whe
     return tuple(offsets), tuple(left)
 
 
-def _cuts(placement: Any, dim: int, dims: int) -> bool:
-    found = get_attributes(placement).get("dim")
-    return type(found) is int and -dims <= found < dims and found % dims == dim
+def _is_shard_of_dim(placement: Any, dim: int, dims: int) -> bool:
+    placement_dim = get_attributes(placement).get("dim")
+    return type(placement_dim) is int and -dims <= placement_dim < dims and placement_dim % dims == dim
 
 
 def locate_part(
@@ -237,7 +247,7 @@ def locate_part(
     mesh_ranks: Dims,
     placements: Sequence[Mapping[str, Any]],
     rank: int,
-    where: str,
+    location: str,
 ) -> tuple[Dims, Dims]:
     """Compute the position of a rank's part from placements that are tables.
 
@@ -248,7 +258,7 @@ def locate_part(
         placements: For each dimension of the mesh, a table with `type` (`Shard`, `StridedShard`, or
             `Replicate`), `dim`, and `split_factor`.
         rank: Rank of the part.
-        where: Tensor and file, used in error messages.
+        location: Tensor and file, used in error messages.
 
     Returns:
         Offsets and sizes of the part.
@@ -257,7 +267,7 @@ def locate_part(
         CheckpointError: If the rank is not in the mesh, or if a placement is not supported.
     """
     if rank not in mesh_ranks or len(placements) != len(mesh_sizes):
-        raise CheckpointError(f"{where}: damaged, its mesh does not fit its placements or its rank {rank}")
+        raise CheckpointError(f"{location}: damaged, its mesh does not fit its placements or its rank {rank}")
     position = mesh_ranks.index(rank)
     place = []
     for size in reversed(mesh_sizes):
@@ -269,30 +279,30 @@ def locate_part(
         record = Instance("_StridedShard" if kind == "StridedShard" else f"{kind}"[:60], ())
         record.state = dict(placement)
         records.append(record)
-    return _local(shape, mesh_sizes, tuple(reversed(place)), records, where)
+    return _locate_local_part(shape, mesh_sizes, tuple(reversed(place)), records, location)
 
 
-def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, Leaf]]:
+def _read_recorded_parts(value: Sharded, rank: int, location: str) -> list[tuple[Dims, Leaf]]:
     """The parts of a ShardedTensor, which records where they lie."""
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
-        raise CheckpointError(f"{where}: damaged, a ShardedTensor without its shards")
+        raise CheckpointError(f"{location}: damaged, a ShardedTensor without its shards")
     group = get_attributes(state[2])
     if group.get("global_rank") != rank:
-        raise CheckpointError(f"{where}: was written by rank {group.get('global_rank')}, not {rank}")
-    found: list[tuple[Dims, Leaf]] = []
+        raise CheckpointError(f"{location}: was written by rank {group.get('global_rank')}, not {rank}")
+    parts: list[tuple[Dims, Leaf]] = []
     for part in state[0]:
-        stored, told = (
+        stored, metadata = (
             get_attributes(part).get("tensor"),
             get_attributes(get_attributes(part).get("metadata")),
         )
-        offsets, sizes = told.get("shard_offsets"), told.get("shard_sizes")
+        offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
         if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
-            raise CheckpointError(f"{where}: damaged, a shard without its place")
+            raise CheckpointError(f"{location}: damaged, a shard without its place")
         if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
             raise CheckpointError(
-                f"{where}: a shard is {stored.dtype} {list(stored.shape)}, recorded as {value.dtype} "
+                f"{location}: a shard is {stored.dtype} {list(stored.shape)}, recorded as {value.dtype} "
                 f"{list(sizes)}"
             )
-        found.append((tuple(offsets), stored))
-    return found
+        parts.append((tuple(offsets), stored))
+    return parts

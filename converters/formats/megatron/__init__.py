@@ -15,6 +15,6 @@ RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})
 FILE = "model_optim_rng.pt"
 
 
-def ranks_in(path: Place) -> list[str]:
+def list_rank_folders(path: Place) -> list[str]:
     """The folders of ranks in a folder."""
     return [name for name in names_in(path) if RANK.fullmatch(name) and (path / name / FILE).is_file()]

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
 from converters.containers.torchzip import TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats import Format, Source
-from converters.formats.dcp.checksums import metadata_files
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from converters.formats import CheckpointPath, Format
+from converters.formats.dcp.checksums import list_metadata_files
 from converters.formats.dcp.reader import MEGATRONS, is_megatrons, read_tensors
-from converters.formats.megatron import FILE, RANK, ranks_in
+from converters.formats.megatron import FILE, RANK, list_rank_folders
 from converters.storage.folder import Folder
 from converters.storage.path_or_url import make_absolute
 
@@ -34,27 +34,27 @@ _LAYERS = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*")
 
 
-def _folder(path: Place) -> Place | None:
+def _find_folder(path: Place) -> Place | None:
     folder = path.parent if path.is_file() and path.name == MEGATRONS else path
-    return folder if metadata_files(folder) and is_megatrons(folder) else None
+    return folder if list_metadata_files(folder) and is_megatrons(folder) else None
 
 
-def _open(source: Source, path: Place) -> Checkpoint:
-    from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
+def _open(source: CheckpointPath, path: Place) -> Checkpoint:
+    from converters.formats.megatron.names import get_args, read_shape, to_local_key, to_transformers
     from converters.formats.megatron.reader import PREFIXES, STANDINS
-    from converters.tensors.rearranged import selected
+    from converters.tensors.rearranged import select_index
 
-    where = str(path)
+    location = str(path)
     common = TorchZip(Folder(path).file(MEGATRONS)).load(STANDINS, PREFIXES)
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / MEGATRONS}: not the common state of a Megatron-Core checkpoint")
     companions = find_companions(path)
-    shape = shape_of(args_of(common), source.config or companions.get("config.json"), where)
+    shape = read_shape(get_args(common), source.config or companions.get("config.json"), location)
     stored = read_tensors(path, source.build_once)
     merged: dict[str, Tensor] = {}
-    with blame(path):
+    with prefix_errors(path):
         for key, tensor in stored.items():
-            name = plain_key(key.removeprefix("model.").removeprefix("module."))
+            name = to_local_key(key.removeprefix("model.").removeprefix("module."))
             match = _LAYERS.fullmatch(name)
             if _OTHER.fullmatch(key) or _OTHER.fullmatch(name):
                 continue
@@ -63,15 +63,15 @@ def _open(source: Source, path: Place) -> Checkpoint:
                 continue
             if not tensor.shape or tensor.shape[0] != shape.layers:
                 raise CheckpointError(
-                    f"{where}: {key} is {list(tensor.shape)}, its args say {shape.layers} layers"
+                    f"{location}: {key} is {list(tensor.shape)}, its args say {shape.layers} layers"
                 )
             for layer in range(shape.layers):
-                merged[f"decoder.layers.{layer}.{match[1]}"] = selected(tensor, 0, layer)
-        tensors = as_transformers(merged, shape, where)
+                merged[f"decoder.layers.{layer}.{match[1]}"] = select_index(tensor, 0, layer)
+        tensors = to_transformers(merged, shape, location)
     has_optimizer = any(key.startswith("optimizer.") for key in stored)
 
     def refuse(aliases: Aliases) -> OptimizerState | None:
-        raise OptimizerStateError(f"{where}: Megatron-Core's optimizer state is not converted")
+        raise OptimizerStateError(f"{location}: Megatron-Core's optimizer state is not converted")
 
     step = common.get("iteration")
     return Checkpoint(
@@ -86,7 +86,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
 
 FORMAT = Format(
     "megatron-core",
-    lambda source: _folder(source.path),
+    lambda source: _find_folder(source.path),
     _open,
 )
 
@@ -94,22 +94,22 @@ FORMAT = Format(
 # -- the other format: a file of each rank ------------------------------------------------------------------
 
 
-def _folder_of_ranks(path: Place) -> Place | None:
+def _find_ranks_folder(path: Place) -> Place | None:
     if path.is_file():
         return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
     if RANK.fullmatch(path.name) and (path / FILE).is_file():
         return make_absolute(path).parent
-    return path if ranks_in(path) else None
+    return path if list_rank_folders(path) else None
 
 
-def _open_ranks(source: Source, path: Place) -> Checkpoint:
-    from converters.formats.megatron.reader import Ranks
+def _open_ranks(source: CheckpointPath, path: Place) -> Checkpoint:
+    from converters.formats.megatron.reader import MegatronRanks
 
-    return Ranks(Folder(path)).checkpoint(source)
+    return MegatronRanks(Folder(path)).build_checkpoint(source)
 
 
 RANKS = Format(
     "megatron",
-    lambda source: _folder_of_ranks(source.path),
+    lambda source: _find_ranks_folder(source.path),
     _open_ranks,
 )

@@ -15,12 +15,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Instance, shown
+from converters.containers.pickle_reader import Instance, format_value
 from converters.errors import CheckpointError
 from converters.formats.megatron.settings import check_args
 from converters.limits import MAX_LAYERS
 from converters.storage.safe_open import read_small_table
-from converters.tensors.rearranged import joined, part, region, transposed
+from converters.tensors.rearranged import concat_tensors, place_region, slice_tensor, transpose_matrix
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
-class Shape:
+class MegatronShape:
     """What `args` says of the model.
 
     Attributes:
@@ -89,56 +89,58 @@ class Shape:
     vocabulary: int | None
 
 
-def args_of(content: dict[str, Any]) -> Any:
+def get_args(content: dict[str, Any]) -> Any:
     """The pickled settings of a checkpoint; a table, if it has any."""
     args = content.get("args")
     return args.state if isinstance(args, Instance) else args
 
 
-def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
-    """The shape that `args_of` describe.
+def read_shape(fields: Any, config: Place | None, location: str) -> MegatronShape:
+    """The shape that `get_args` describe.
 
     Raises:
         CheckpointError: no `args`, or a model that is neither Llama- nor GPT-2-shaped, or a setting that may
             change what it computes; the setting is named.
     """
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{where}: holds no args, which say what model it is")
+        raise CheckpointError(f"{location}: holds no args, which say what model it is")
 
-    def number(name: str, default: Any = None) -> int:
+    def read_number(name: str, default: Any = None) -> int:
         value = fields.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_LAYERS:
-            raise CheckpointError(f"{where}: its args have no {name}")
+            raise CheckpointError(f"{location}: its args have no {name}")
         return value
 
-    check_args(fields, config, where)
+    check_args(fields, config, location)
     gated = fields.get("swiglu") is True
     position, norm = fields.get("position_embedding_type"), fields.get("normalization", "LayerNorm")
     llama = gated and position == "rope" and norm == "RMSNorm"
     if not llama and (gated or position != "learned_absolute" or norm != "LayerNorm"):
         raise CheckpointError(
-            f"{where}: a Megatron model with swiglu={gated}, {shown(position)} positions and {shown(norm)} "
-            "is neither Llama- nor GPT-2-shaped"
+            f"{location}: a Megatron model with swiglu={gated}, {format_value(position)} positions and "
+            f"{format_value(norm)} is neither Llama- nor GPT-2-shaped"
         )
-    heads = number("num_attention_heads")
-    groups = number("num_query_groups", heads) if fields.get("group_query_attention") is True else heads
-    head = number("kv_channels", number("hidden_size") // heads)
+    heads = read_number("num_attention_heads")
+    groups = read_number("num_query_groups", heads) if fields.get("group_query_attention") is True else heads
+    head = read_number("kv_channels", read_number("hidden_size") // heads)
     if heads % groups:
-        raise CheckpointError(f"{where}: damaged, {heads} heads in {groups} query groups")
-    known = fields.get("vocab_size")
-    words = _vocabulary(config) or (known if type(known) is int else None)
-    if type(known) is int and words is not None and words < known:
-        raise CheckpointError(f"{where}: has vocab_size={known} in its args, vocab_size={words} in {config}")
-    return Shape(heads, groups, head, number("num_layers"), gated, not llama, words)
+        raise CheckpointError(f"{location}: damaged, {heads} heads in {groups} query groups")
+    vocab_size = fields.get("vocab_size")
+    words = _read_vocabulary_size(config) or (vocab_size if type(vocab_size) is int else None)
+    if type(vocab_size) is int and words is not None and words < vocab_size:
+        raise CheckpointError(
+            f"{location}: has vocab_size={vocab_size} in its args, vocab_size={words} in {config}"
+        )
+    return MegatronShape(heads, groups, head, read_number("num_layers"), gated, not llama, words)
 
 
-def _vocabulary(config: Place | None) -> int | None:
+def _read_vocabulary_size(config: Place | None) -> int | None:
     count = read_small_table(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
 
-def plain_key(key: str) -> str:
+def to_local_key(key: str) -> str:
     """A key of Transformer Engine's modules as that of the local ones."""
     for fused, separate in _FUSED.items():
         if key.endswith(fused):
@@ -146,74 +148,81 @@ def plain_key(key: str) -> str:
     return key
 
 
-def as_transformers(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> dict[str, Tensor]:
+def to_transformers(tensors: Mapping[str, Tensor], shape: MegatronShape, location: str) -> dict[str, Tensor]:
     """Merged tensors by Megatron-Core's names (`decoder.layers.<i>...`) -> transformers' names and rows.
 
     Raises:
         CheckpointError: a tensor has no place in the model, or not its size.
     """
-    made: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     layers: set[int] = set()
     around = _GPT2_AROUND if shape.gpt2 else _LLAMA_AROUND
     inside = _GPT2.keys() if shape.gpt2 else {*_LLAMA, _QKV, _FC1}
     for key, tensor in tensors.items():
         if key in around:
-            made[around[key]] = _without_padding(tensor, shape, where) if key in _VOCABULARY else tensor
+            weights[around[key]] = _remove_padding(tensor, shape, location) if key in _VOCABULARY else tensor
             continue
         match = _LAYER.fullmatch(key)
         if match is None or match[2] not in inside:
-            raise CheckpointError(f"{where}: {shown(key)} has no place in a GPT-2- or Llama-shaped model")
+            raise CheckpointError(
+                f"{location}: {format_value(key)} has no place in a GPT-2- or Llama-shaped model"
+            )
         if int(match[1]) >= shape.layers:
-            raise CheckpointError(f"{where}: holds layer {match[1]}, its args say {shape.layers} layers")
-        found = (
-            _gpt2(match[2], match[3], tensor, shape, where)
+            raise CheckpointError(f"{location}: holds layer {match[1]}, its args say {shape.layers} layers")
+        conversion = (
+            _convert_gpt2(match[2], match[3], tensor, shape, location)
             if shape.gpt2
-            else _llama(match[2], tensor, shape, where)
+            else _convert_llama(match[2], tensor, shape, location)
         )
         prefix = f"transformer.h.{match[1]}." if shape.gpt2 else f"model.layers.{match[1]}."
-        for name, value in found.items():
-            made[f"{prefix}{name}.{match[3]}"] = value
+        for name, value in conversion.items():
+            weights[f"{prefix}{name}.{match[3]}"] = value
         layers.add(int(match[1]))
     lost = next((i for i in range(shape.layers) if i not in layers), None)
     if lost is not None:
-        raise CheckpointError(f"{where}: the tensors of layer {lost} are missing")
-    return made
+        raise CheckpointError(f"{location}: the tensors of layer {lost} are missing")
+    return weights
 
 
-def _llama(module: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
+def _convert_llama(module: str, tensor: Tensor, shape: MegatronShape, location: str) -> dict[str, Tensor]:
     if module == _QKV:
-        names = [f"self_attn.{what}_proj" for what in "qkv"]
-        return dict(zip(names, _split_qkv(tensor, shape, where), strict=True))
+        names = [f"self_attn.{projection}_proj" for projection in "qkv"]
+        return dict(zip(names, _split_qkv(tensor, shape, location), strict=True))
     if module == _FC1:
         half = tensor.shape[0] // 2
         if tensor.shape[0] % 2:
-            raise CheckpointError(f"{where}: {tensor.name} has an odd number of rows for a gated MLP")
-        return {"mlp.gate_proj": part(tensor, 0, 0, half), "mlp.up_proj": part(tensor, 0, half, half)}
+            raise CheckpointError(f"{location}: {tensor.name} has an odd number of rows for a gated MLP")
+        return {
+            "mlp.gate_proj": slice_tensor(tensor, 0, 0, half),
+            "mlp.up_proj": slice_tensor(tensor, 0, half, half),
+        }
     return {_LLAMA[module]: tensor}
 
 
-def _gpt2(module: str, kind: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
+def _convert_gpt2(
+    module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
+) -> dict[str, Tensor]:
     if module == _QKV:
-        tensor = joined(tensor.name, _split_qkv(tensor, shape, where), 0)
+        tensor = concat_tensors(tensor.name, _split_qkv(tensor, shape, location), 0)
     matrix = kind == "weight" and len(tensor.shape) == 2
-    return {_GPT2[module]: transposed(tensor) if matrix else tensor}
+    return {_GPT2[module]: transpose_matrix(tensor) if matrix else tensor}
 
 
-def _split_qkv(tensor: Tensor, shape: Shape, where: str) -> list[Tensor]:
+def _split_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> list[Tensor]:
     """Query, key and value of rows that lie group by group: its queries, its key, its value."""
     queries = shape.heads // shape.groups
     each = (queries + 2) * shape.head
     if not tensor.shape or tensor.shape[0] != shape.groups * each:
         raise CheckpointError(
-            f"{where}: {tensor.name} is {list(tensor.shape)}, not of {shape.heads} heads of {shape.head} "
+            f"{location}: {tensor.name} is {list(tensor.shape)}, not of {shape.heads} heads of {shape.head} "
             f"rows in {shape.groups} groups"
         )
     rest = tensor.shape[1:]
-    found = []
+    parts = []
     for first, count in ((0, queries), (queries, 1), (queries + 1, 1)):
         rows = count * shape.head
         boxes = [
-            region(
+            place_region(
                 tensor,
                 [i * rows, *[0] * len(rest)],
                 [i * each + first * shape.head, *[0] * len(rest)],
@@ -221,14 +230,14 @@ def _split_qkv(tensor: Tensor, shape: Shape, where: str) -> list[Tensor]:
             )
             for i in range(shape.groups)
         ]
-        found.append(Tensor(tensor.name, tensor.dtype, (shape.groups * rows, *rest), boxes))
-    return found
+        parts.append(Tensor(tensor.name, tensor.dtype, (shape.groups * rows, *rest), boxes))
+    return parts
 
 
-def _without_padding(tensor: Tensor, shape: Shape, where: str) -> Tensor:
+def _remove_padding(tensor: Tensor, shape: MegatronShape, location: str) -> Tensor:
     count = shape.vocabulary
     if count is None or not tensor.shape or count == tensor.shape[0]:
         return tensor
     if count > tensor.shape[0]:
-        raise CheckpointError(f"{where}: {tensor.name} has {tensor.shape[0]} rows for {count} tokens")
-    return part(tensor, 0, 0, count)
+        raise CheckpointError(f"{location}: {tensor.name} has {tensor.shape[0]} rows for {count} tokens")
+    return slice_tensor(tensor, 0, 0, count)

@@ -15,19 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
-from converters.containers.pickle_reader import is_index, shown
+from converters.containers.pickle_reader import format_value, is_index
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats.megatron import FILE, RANK, ranks_in
-from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from converters.formats.megatron import FILE, RANK, list_rank_folders
+from converters.formats.megatron.names import (
+    MegatronShape,
+    get_args,
+    read_shape,
+    to_local_key,
+    to_transformers,
+)
 from converters.formats.torch_save.optimizer import as_tensor
-from converters.names.tied_weights import same_values
+from converters.names.tied_weights import has_same_values
 from converters.storage.places import map_ahead
-from converters.tensors.rearranged import joined, part
+from converters.tensors.rearranged import concat_tensors, slice_tensor
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
-    from converters.formats import Source
+    from converters.formats import CheckpointPath
     from converters.storage.folder import Folder
     from converters.tensors.tensor import Tensor
 
@@ -48,37 +54,37 @@ _CUT = {
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
-class Ranks:
+class MegatronRanks:
     """The files of all ranks in a folder."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self.where = str(folder.path)
-        found: dict[tuple[int, int], str] = {}
-        for name in ranks_in(folder.path):
+        folders: dict[tuple[int, int], str] = {}
+        for name in list_rank_folders(folder.path):
             match = RANK.fullmatch(name)
             assert match is not None
             if match["ep"]:
                 raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
             place = int(match["pp"] or 0), int(match["tp"])
-            if place in found:
-                raise CheckpointError(f"{self.where}: {found[place]} and {name} are of one rank")
-            found[place] = name
-        self.names = found
+            if place in folders:
+                raise CheckpointError(f"{self.where}: {folders[place]} and {name} are of one rank")
+            folders[place] = name
+        self.names = folders
         first = self._load((0, 0))
-        args = args_of(first)
-        self.tp = self._degree(args, "tensor_model_parallel_size")
-        self.pp = self._degree(args, "pipeline_model_parallel_size")
+        args = get_args(first)
+        self.tp = self._read_degree(args, "tensor_model_parallel_size")
+        self.pp = self._read_degree(args, "pipeline_model_parallel_size")
         for place in ((pp, tp) for pp in range(self.pp) for tp in range(self.tp)):
-            if place not in found:
+            if place not in folders:
                 raise CheckpointError(
                     f"{self.where}: the file of tensor rank {place[1]}, pipeline rank {place[0]} is missing"
                 )
-        if len(found) != self.pp * self.tp:
+        if len(folders) != self.pp * self.tp:
             raise CheckpointError(
-                f"{self.where}: holds {len(found)} ranks, its args say {self.tp} x {self.pp}"
+                f"{self.where}: holds {len(folders)} ranks, its args say {self.tp} x {self.pp}"
             )
-        others = sorted(found.keys() - {(0, 0)})
+        others = sorted(folders.keys() - {(0, 0)})
         self.contents = {
             (0, 0): first,
             **dict(zip(others, map_ahead(folder.path, self._load, others), strict=True)),
@@ -87,11 +93,11 @@ class Ranks:
         if not isinstance(version, (int, float)) or version < 2:
             raise CheckpointError(f"{self.where}: written by a Megatron-LM before checkpoint version 2")
         for place, content in self.contents.items():
-            self._check_rank(place, args_of(content))
-            for what in ("iteration", "checkpoint_version"):
-                if content.get(what) != first.get(what):
+            self._check_rank(place, get_args(content))
+            for key in ("iteration", "checkpoint_version"):
+                if content.get(key) != first.get(key):
                     raise CheckpointError(
-                        f"{self.folder.path / self.names[place]}: its {what} differs from the first rank's; "
+                        f"{self.folder.path / self.names[place]}: its {key} differs from the first rank's; "
                         "files of two runs or steps"
                     )
 
@@ -102,13 +108,13 @@ class Ranks:
             return
         pp, tp = place
         # The first data parallel rank writes; data parallelism is within a stage or, as an option, outside.
-        inside, outside = world // self.pp, self.tp * self._degree(args, "context_parallel_size")
+        inside, outside = world // self.pp, self.tp * self._read_degree(args, "context_parallel_size")
         if rank not in (tp + pp * inside, tp + pp * outside):
             raise CheckpointError(
                 f"{self.folder.path / self.names[place]}: was written by rank {rank}, whose folder is another"
             )
 
-    def _degree(self, args: Any, name: str) -> int:
+    def _read_degree(self, args: Any, name: str) -> int:
         value = args.get(name, 1) if isinstance(args, dict) else None
         if type(value) is not int or not 0 < value < 1 << 16:
             raise CheckpointError(f"{self.where}: its args have no {name}")
@@ -123,13 +129,13 @@ class Ranks:
             raise CheckpointError(f"{self.folder.path / name}: not a Megatron-LM checkpoint")
         return content
 
-    def checkpoint(self, source: Source) -> Checkpoint:
+    def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
         companions = find_companions(self.folder.path)
         first = self.contents[0, 0]
-        shape = shape_of(args_of(first), source.config or companions.get("config.json"), self.where)
-        with blame(self.folder.path):
-            merged = self._merged(shape)
-            tensors = as_transformers(merged, shape, self.where)
+        shape = read_shape(get_args(first), source.config or companions.get("config.json"), self.where)
+        with prefix_errors(self.folder.path):
+            merged = self._merge_ranks(shape)
+            tensors = to_transformers(merged, shape, self.where)
         step = first.get("iteration")
         optimizer = any("optimizer" in content for content in self.contents.values())
         return Checkpoint(
@@ -146,19 +152,19 @@ class Ranks:
             f"{self.where}: Megatron-LM's optimizer state holds no names of parameters, and is not converted"
         )
 
-    def _chunks(self, place: tuple[int, int]) -> list[dict[str, StoredTensor]]:
+    def _read_chunks(self, place: tuple[int, int]) -> list[dict[str, StoredTensor]]:
         """The model of one rank, or its chunks under an interleaved schedule, by Megatron-Core's names."""
         content = self.contents[place]
-        where = str(self.folder.path / self.names[place])
-        found = [content.get("model")] if "model" in content else []
-        while not found or f"model{len(found)}" in content:
-            if f"model{len(found)}" not in content:
-                raise CheckpointError(f"{where}: holds no model")
-            found.append(content[f"model{len(found)}"])
-        return [_by_core_names(chunk, where) for chunk in found]
+        location = str(self.folder.path / self.names[place])
+        models = [content.get("model")] if "model" in content else []
+        while not models or f"model{len(models)}" in content:
+            if f"model{len(models)}" not in content:
+                raise CheckpointError(f"{location}: holds no model")
+            models.append(content[f"model{len(models)}"])
+        return [_to_core_names(chunk, location) for chunk in models]
 
-    def _merged(self, shape: Shape) -> dict[str, Tensor]:
-        stages = [[self._chunks((pp, tp)) for tp in range(self.tp)] for pp in range(self.pp)]
+    def _merge_ranks(self, shape: MegatronShape) -> dict[str, Tensor]:
+        stages = [[self._read_chunks((pp, tp)) for tp in range(self.tp)] for pp in range(self.pp)]
         chunks = len(stages[0][0])
         if any(len(rank) != chunks for stage in stages for rank in stage):
             raise CheckpointError(f"{self.where}: the ranks hold different numbers of model chunks")
@@ -175,7 +181,7 @@ class Ranks:
                         )
                     match = _IN_LAYER.fullmatch(key)
                     name = f"decoder.layers.{layer + int(match[1])}.{match[2]}" if match else key
-                    tensor = self._across(key, [rank[key] for rank in ranks], shape)
+                    tensor = self._join_shards(key, [rank[key] for rank in ranks], shape)
                     if name in merged:
                         # The last stage's copy of tied embeddings.
                         if match is None and name.startswith("embedding.word_embeddings"):
@@ -185,7 +191,7 @@ class Ranks:
                 layer += max(numbers, default=-1) + 1
         return merged
 
-    def _across(self, key: str, ranks: list[StoredTensor], shape: Shape) -> Tensor:
+    def _join_shards(self, key: str, ranks: list[StoredTensor], shape: MegatronShape) -> Tensor:
         """One tensor from its shards on the tensor ranks."""
         match = _IN_LAYER.fullmatch(key)
         module, _, kind = (match[2] if match else key).rpartition(".")
@@ -200,17 +206,17 @@ class Ranks:
             return tensors[0]
         if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
             first = tensors[0]
-            if not all(same_values(first, other) for other in tensors[1:]):
+            if not all(has_same_values(first, other) for other in tensors[1:]):
                 raise CheckpointError(f"{self.where}: {key} differs between the tensor ranks, which share it")
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
             raise CheckpointError(f"{self.where}: the tensor ranks hold different shapes of {key}")
         if module == "mlp.linear_fc1" and shape.gated:  # each rank has its gate rows, then its up rows
             half = tensors[0].shape[0] // 2
-            gates = [part(tensor, 0, 0, half) for tensor in tensors]
-            ups = [part(tensor, 0, half, half) for tensor in tensors]
-            return joined(key, [*gates, *ups], 0)
-        return joined(key, tensors, dim)
+            gates = [slice_tensor(tensor, 0, 0, half) for tensor in tensors]
+            ups = [slice_tensor(tensor, 0, half, half) for tensor in tensors]
+            return concat_tensors(key, [*gates, *ups], 0)
+        return concat_tensors(key, tensors, dim)
 
 
 # Megatron-LM before Megatron-Core.
@@ -231,15 +237,15 @@ _OLD = (
 )
 
 
-def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
+def _to_core_names(model: Any, location: str) -> dict[str, StoredTensor]:
     """The tensors of a pickled model by Megatron-Core's names, without Transformer Engine's own state."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     pending: list[tuple[str, Any]] = [("", model)]
     while pending:
         prefix, value = pending.pop()
         if isinstance(value, dict):
             if len(prefix) > 4096 or not all(type(key) is str or is_index(key) for key in value):
-                raise CheckpointError(f"{where}: damaged, the model's keys are not names")
+                raise CheckpointError(f"{location}: damaged, the model's keys are not names")
             pending += [
                 (f"{prefix}.{key}" if prefix else str(key), item) for key, item in reversed(value.items())
             ]
@@ -247,10 +253,10 @@ def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
             name = prefix.removeprefix("module.").removeprefix("module.")
             for old, new in _OLD:
                 name = old.sub(new, name)
-            name = plain_key(name)
-            if name in found:
-                raise CheckpointError(f"{where}: two tensors are called {shown(name)}")
-            found[name] = value
-    if not found:
-        raise CheckpointError(f"{where}: holds no model tensors")
-    return found
+            name = to_local_key(name)
+            if name in tensors:
+                raise CheckpointError(f"{location}: two tensors are called {format_value(name)}")
+            tensors[name] = value
+    if not tensors:
+        raise CheckpointError(f"{location}: holds no model tensors")
+    return tensors

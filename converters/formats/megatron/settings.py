@@ -14,7 +14,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Global, shown
+from converters.containers.pickle_reader import Global, format_value
 from converters.errors import CheckpointError
 from converters.options import is_unset
 from converters.storage.safe_open import read_small_table
@@ -100,7 +100,7 @@ _LLAMA3 = {
 }
 
 
-def check_args(fields: Mapping[str, Any], config: Place | None, where: str) -> None:
+def check_args(fields: Mapping[str, Any], config: Place | None, location: str) -> None:
     """Refuse settings that the model of transformers would not have.
 
     Args:
@@ -112,25 +112,29 @@ def check_args(fields: Mapping[str, Any], config: Place | None, where: str) -> N
     for name, value in fields.items():
         value = value.key.rpartition(".")[2] if isinstance(value, Global) else value
         off = is_unset(value) or value == 0
-        known = _READ.fullmatch(name) or _HARMLESS.fullmatch(name) or value in _ALLOWED.get(name, ())
-        if not off and not known:
-            raise CheckpointError(f"{where}: a Megatron model with {name}={shown(value)} is not supported")
-    held = read_small_table(config)
-    for name, ours, key, theirs in _compared(fields, held):
-        same = math.isclose(ours, theirs, rel_tol=1e-6) if _numbers(ours, theirs) else ours == theirs
-        if not same:
-            beside = f"{config} has {key}={shown(theirs)}" if held else "no config.json says so"
+        is_supported = _READ.fullmatch(name) or _HARMLESS.fullmatch(name) or value in _ALLOWED.get(name, ())
+        if not off and not is_supported:
             raise CheckpointError(
-                f"{where}: its args have {name}={shown(ours)}, {beside}; give this model's config.json "
-                "with --config-from"
+                f"{location}: a Megatron model with {name}={format_value(value)} is not supported"
+            )
+    model_config = read_small_table(config)
+    for name, ours, key, theirs in _pair_settings(fields, model_config):
+        same = math.isclose(ours, theirs, rel_tol=1e-6) if _are_numbers(ours, theirs) else ours == theirs
+        if not same:
+            beside = (
+                f"{config} has {key}={format_value(theirs)}" if model_config else "no config.json says so"
+            )
+            raise CheckpointError(
+                f"{location}: its args have {name}={format_value(ours)}, {beside}; give this model's "
+                "config.json with --config-from"
             )
 
 
-def _numbers(*values: Any) -> bool:
+def _are_numbers(*values: Any) -> bool:
     return all(type(value) in (int, float) for value in values)
 
 
-def _compared(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
+def _pair_settings(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
     """(setting, value, key of config.json, value) of what both say."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = ropes if isinstance(ropes, dict) else {}
@@ -141,12 +145,12 @@ def _compared(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[tupl
     window = config.get("sliding_window") if config.get("use_sliding_window") is not False else None
     attended = fields.get("window_size")
     first = attended[0] if isinstance(attended, (tuple, list)) and attended else attended
-    found = [
+    pairs = [
         ("use_rope_scaling", scaled if fields.get("use_rope_scaling") else "default", "rope_scaling", kind),
         ("window_size", first + 1 if type(first) is int else first, "sliding_window", window),
     ]
     if not config:
-        return found
+        return pairs
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     eps = fields.get("norm_epsilon", fields.get("layernorm_epsilon"))
     groups = fields.get("num_query_groups") if fields.get("group_query_attention") is True else heads
@@ -164,10 +168,10 @@ def _compared(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[tupl
     for name, ours, keys in table:
         key = next((key for key in keys if values.get(key) is not None), None)
         if ours is not None and key is not None:
-            found.append((name, ours, key, values[key]))
+            pairs.append((name, ours, key, values[key]))
     tied, untied = config.get("tie_word_embeddings"), fields.get("untie_embeddings_and_output_weights")
     if isinstance(tied, bool) and isinstance(untied, bool):
-        found.append(("untie_embeddings_and_output_weights", untied, "tie_word_embeddings", not tied))
+        pairs.append(("untie_embeddings_and_output_weights", untied, "tie_word_embeddings", not tied))
     if fields.get("swiglu") is True and "hidden_act" in config:
-        found.append(("swiglu", "silu", "hidden_act", config["hidden_act"]))
-    return found
+        pairs.append(("swiglu", "silu", "hidden_act", config["hidden_act"]))
+    return pairs

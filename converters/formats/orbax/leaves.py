@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.containers.ocdbt import MANIFEST, read_ocdbt
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
 from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
@@ -56,7 +56,7 @@ def is_tree(folder: Place) -> bool:
     return mentions(folder / METADATA, b'"tree_metadata"')
 
 
-def of_another_program(folder: Place) -> str | None:
+def explain_foreign_tree(folder: Place) -> str | None:
     """Why a tree of another program's own arrays is not read, and what to do instead."""
     for name, content, program, export in _OTHERS:
         if mentions(folder / name, content):
@@ -71,18 +71,18 @@ def read_leaves(folder: Folder) -> Leaves:
         CheckpointError: its list is damaged, or does not fit the database.
     """
     file = folder.file(METADATA)
-    where = f"{file.path}"
+    location = f"{file.path}"
     if file.nbytes > MAX_TREE_LIST:
-        raise CheckpointError(f"{where}: is too large ({file.nbytes:,} bytes)")
+        raise CheckpointError(f"{location}: is too large ({file.nbytes:,} bytes)")
     content = read_table(file)
     ocdbt, zarr3, complete = (
         content.get(name) for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
     )
     if any(type(flag) not in (bool, type(None)) for flag in (ocdbt, zarr3, complete)):
-        raise CheckpointError(f"{where}: damaged, does not say how the arrays are stored")
+        raise CheckpointError(f"{location}: damaged, does not say how the arrays are stored")
     tree = content.get("tree_metadata")
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{where}: damaged, holds no tree")
+        raise CheckpointError(f"{location}: damaged, holds no tree")
     stored: dict[Path, str] = {}
     scalars, names = set(), set()
     for entry in tree.values():
@@ -91,23 +91,23 @@ def read_leaves(folder: Folder) -> Leaves:
             value = entry["value_metadata"]
             kind, left_out = value["value_type"], value["skip_deserialize"]
         except (LookupError, TypeError):
-            raise CheckpointError(f"{where}: damaged, describes a leaf without its path or type") from None
+            raise CheckpointError(f"{location}: damaged, describes a leaf without its path or type") from None
         if left_out is True or kind in ("string", "None"):
             continue
         name = stored[path] = ".".join(path)
         if not name or name in names or len(name) > MAX_TENSOR_NAME:
-            raise CheckpointError(f"{where}: damaged, two leaves are called {shown(name)}, or none")
+            raise CheckpointError(f"{location}: damaged, two leaves are called {format_value(name)}, or none")
         names.add(name)
         if kind == "scalar":
             scalars.add(path)
     in_database = (folder.path / MANIFEST).exists() if ocdbt is None else ocdbt
     header, database = V3 if zarr3 else V2, read_ocdbt(folder) if in_database else None
     if database is not None:
-        held = {key.removesuffix(f"/{header}") for key in database if key.endswith(f"/{header}")}
-        extra = min(held - names, default=None)
+        keys = {key.removesuffix(f"/{header}") for key in database if key.endswith(f"/{header}")}
+        extra = min(keys - names, default=None)
         if extra is not None:
             raise CheckpointError(
-                f"{folder.path}: damaged, holds {shown(extra)}, which {METADATA} does not list"
+                f"{folder.path}: damaged, holds {format_value(extra)}, which {METADATA} does not list"
             )
     # Older versions left out chunks of zeros.
     return Leaves(stored, header, complete is True, database, frozenset(scalars))

@@ -17,14 +17,14 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
-from converters.names.canonical import plain_names
-from converters.names.model_config import sizes_of
+from converters.names.canonical import strip_prefixes
+from converters.names.model_config import read_llama_sizes
 from converters.numeric import np
-from converters.tensors.computed import Affine, computed
-from converters.tensors.rearranged import part, reshaped, selected, turned
+from converters.tensors.computed import Affine, apply_edits
+from converters.tensors.rearranged import permute_dims, reshape_tensor, select_index, slice_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -129,51 +129,53 @@ class Destination:
 
 
 @dataclass
-class Layout:
+class MaxTextLayout:
     """How the parameters of one checkpoint become those of transformers."""
 
     places: dict[Path, Destination] = field(default_factory=dict)
 
-    def weights(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
+    def convert_weight(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
         """One parameter of MaxText as transformers' parameters."""
         target = self.places[path]
         edit = Affine(target.scale, target.divided, target.term)
-        return dict(self._made(target, tensor, edit))
+        return dict(self._convert(target, tensor, edit))
 
-    def moments(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
+    def convert_moment(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
         """The first (`mu`) or second (`nu`) moment of its gradient, which a weight's factor divides."""
         target = self.places[path]
         factor, divisor = (
             (target.divided, target.scale) if moment == "mu" else (target.divided**2, target.scale**2)
         )
-        return dict(self._made(target, tensor, Affine(factor, divisor)))
+        return dict(self._convert(target, tensor, Affine(factor, divisor)))
 
-    def _made(self, target: Destination, tensor: Tensor, edit: Affine) -> Iterator[tuple[str, Tensor]]:
+    def _convert(self, target: Destination, tensor: Tensor, edit: Affine) -> Iterator[tuple[str, Tensor]]:
         for number, name in enumerate(target.names):
-            layer = tensor if target.stack is None else selected(tensor, target.stack, number)
+            layer = tensor if target.stack is None else select_index(tensor, target.stack, number)
             if target.kernel:
-                layer = _outputs_first(layer, target, name)
+                layer = _move_outputs_first(layer, target, name)
             if target.rows is not None and target.rows < layer.shape[0]:
-                layer = part(layer, 0, 0, target.rows)
+                layer = slice_tensor(layer, 0, 0, target.rows)
             if (float(edit.factor), float(edit.divisor), float(edit.term)) != (1, 1, 0):
-                layer = computed(layer, layer.dtype, 1, [edit])
+                layer = apply_edits(layer, layer.dtype, 1, [edit])
             yield name, layer
 
 
-def _outputs_first(tensor: Tensor, target: Destination, name: str) -> Tensor:
+def _move_outputs_first(tensor: Tensor, target: Destination, name: str) -> Tensor:
     """A kernel as [out, in]: the heads and their elements are one dimension."""
     shape = tensor.shape
     if len(shape) == 2:
-        return turned(tensor, (1, 0))
+        return permute_dims(tensor, (1, 0))
     if name.endswith("o_proj.weight"):
-        return reshaped(turned(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
+        return reshape_tensor(permute_dims(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
     if target.paired:
-        pairs = reshaped(tensor, (*shape[:2], shape[2] // 2, 2))
-        return reshaped(turned(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
-    return reshaped(turned(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
+        pairs = reshape_tensor(tensor, (*shape[:2], shape[2] // 2, 2))
+        return reshape_tensor(permute_dims(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
+    return reshape_tensor(permute_dims(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
 
 
-def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], where: str) -> Layout | None:
+def build_maxtext_layout(
+    shapes: Mapping[Path, Shape], config: Mapping[str, Any], location: str
+) -> MaxTextLayout | None:
     """The layout of MaxText's parameters; None where the tree is another program's, or has no config.json.
 
     Args:
@@ -186,56 +188,60 @@ def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], wher
     prefix = next((path[: path.index("decoder")] for path in shapes if "decoder" in path), None)
     if prefix is None or (*prefix, "token_embedder", "embedding") not in shapes or not config:
         return None
-    return _Model(config, where).layout(shapes, prefix)
+    return _MaxTextModel(config, location).build_layout(shapes, prefix)
 
 
-def named_layout(shapes: Mapping[Path, Shape], where: str) -> Layout:
+def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLayout:
     """The layout of any tree: each parameter as it is, by its keys, without a wrapper's prefix."""
-    plain = plain_names({".".join(path): path for path in shapes}, where=where)
-    return Layout({path: Destination((name,)) for name, path in plain.items()})
+    plain = strip_prefixes({".".join(path): path for path in shapes}, location=location)
+    return MaxTextLayout({path: Destination((name,)) for name, path in plain.items()})
 
 
-class _Model:
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+class _MaxTextModel:
+    def __init__(self, config: Mapping[str, Any], location: str) -> None:
         self.config = config
-        self.where = where
+        self.where = location
         kind = config.get("model_type")
         family = _FAMILIES.get(kind) if isinstance(kind, str) else None
         if family is None:
             raise CheckpointError(
-                f"{where}: MaxText's model of type {shown(kind)} is not read; export it with MaxText's "
-                "to_huggingface, or convert it without config.json to keep MaxText's names"
+                f"{location}: MaxText's model of type {format_value(kind)} is not read; export it with "
+                "MaxText's to_huggingface, or convert it without config.json to keep MaxText's names"
             )
         self.family = family
-        self.sizes = sizes_of(config, where)
+        self.sizes = read_llama_sizes(config, location)
         self.layers, self.vocabulary = self.sizes["L"], self.sizes["V"]
-        self.paired = self._rope() == "llama3"
+        self.paired = self._read_rope_type() == "llama3"
         if self.paired and self.sizes["D"] % 2:
-            raise CheckpointError(f"{where}: its config.json has an odd head_dim, {self.sizes['D']}")
+            raise CheckpointError(f"{location}: its config.json has an odd head_dim, {self.sizes['D']}")
 
-    def _rope(self) -> str:
+    def _read_rope_type(self) -> str:
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
         if kind not in (None, "default", "llama3") or (
             kind == "llama3" and self.config["model_type"] != "llama"
         ):
-            raise CheckpointError(f"{self.where}: MaxText's models with {shown(kind)} positions are not read")
+            raise CheckpointError(
+                f"{self.where}: MaxText's models with {format_value(kind)} positions are not read"
+            )
         return str(kind)
 
-    def layout(self, shapes: Mapping[Path, Shape], prefix: Path) -> Layout:
-        made = Layout()
+    def build_layout(self, shapes: Mapping[Path, Shape], prefix: Path) -> MaxTextLayout:
+        layout = MaxTextLayout()
         for path, shape in shapes.items():
-            target = self._destination(path[len(prefix) :], shape) if path[: len(prefix)] == prefix else None
+            target = (
+                self._find_destination(path[len(prefix) :], shape) if path[: len(prefix)] == prefix else None
+            )
             if target is None:
                 raise CheckpointError(
-                    f"{self.where}: {shown('.'.join(path))} has no place in a model of type "
+                    f"{self.where}: {format_value('.'.join(path))} has no place in a model of type "
                     f"{self.config['model_type']}; convert without config.json to keep MaxText's names"
                 )
-            made.places[path] = target
-        self._check_all_there(made)
-        return made
+            layout.places[path] = target
+        self._check_complete(layout)
+        return layout
 
-    def _destination(self, path: Path, shape: Shape) -> Destination | None:
+    def _find_destination(self, path: Path, shape: Shape) -> Destination | None:
         gemma = self.family.gemma
         width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
         if path == ("token_embedder", "embedding"):
@@ -248,9 +254,9 @@ class _Model:
             self._check_vocabulary(path, shape, 1)
             return Destination(("lm_head.weight",), kernel=True, rows=self.vocabulary)
         match = _LAYER.fullmatch(path[1]) if len(path) > 2 and path[0] == "decoder" else None
-        return None if match is None else self._in_layer(path, shape, match[1])
+        return None if match is None else self._find_layer_destination(path, shape, match[1])
 
-    def _in_layer(self, path: Path, shape: Shape, number: str | None) -> Destination | None:
+    def _find_layer_destination(self, path: Path, shape: Shape, number: str | None) -> Destination | None:
         inside = ".".join(path[2:])
         names = {**_KERNELS, **self.family.norms}
         variants = ("_local", "_global") if self.family.pairs else ("",)
@@ -261,7 +267,7 @@ class _Model:
         }
         if inside not in by_name:
             return None
-        found, variant = by_name[inside]
+        destination, variant = by_name[inside]
         count = len(variants)
         if number is None:
             layers = range(variant, self.layers, count)
@@ -271,20 +277,20 @@ class _Model:
                 raise CheckpointError(
                     f"{self.where}: holds layer {layers[0]}, config.json says {self.layers} layers"
                 )
-        kernel = found in _SHAPES and len(_SHAPES[found]) > 1
-        self._check(path, shape, _SHAPES.get(found, "E"), None if number is not None else len(layers))
-        query = found == "self_attn.q_proj"
-        rotary = query or found == "self_attn.k_proj"
+        kernel = destination in _SHAPES and len(_SHAPES[destination]) > 1
+        self._check(path, shape, _SHAPES.get(destination, "E"), None if number is not None else len(layers))
+        query = destination == "self_attn.q_proj"
+        rotary = query or destination == "self_attn.k_proj"
         return Destination(
-            tuple(f"model.layers.{layer}.{found}.weight" for layer in layers),
+            tuple(f"model.layers.{layer}.{destination}.weight" for layer in layers),
             stack=1 if number is None else None,
             kernel=kernel,
             paired=rotary and self.paired,
-            scale=self._query_scale() if query and self.family.scaled_query else 1.0,
+            scale=self._compute_query_scale() if query and self.family.scaled_query else 1.0,
             term=-1.0 if self.family.gemma and not kernel else 0.0,
         )
 
-    def _query_scale(self) -> float:
+    def _compute_query_scale(self) -> float:
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
         if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
             raise CheckpointError(f"{self.where}: its config.json has no query_pre_attn_scalar")
@@ -307,20 +313,20 @@ class _Model:
                 f"{self.vocabulary} tokens of {self.sizes['E']}; give the config.json of this model"
             )
 
-    def _check_all_there(self, made: Layout) -> None:
-        names = [name for target in made.places.values() for name in target.names]
+    def _check_complete(self, layout: MaxTextLayout) -> None:
+        names = [name for target in layout.places.values() for name in target.names]
         wanted = ["model.norm.weight"]
         for module in (*_KERNELS.values(), *self.family.norms.values()):
             wanted += [f"model.layers.{layer}.{module}.weight" for layer in range(self.layers)]
         if not self.family.tied or self.config.get("tie_word_embeddings") is False:
             wanted.append("lm_head.weight")
-        held = set(names)
-        lost = next((name for name in wanted if name not in held), None)
+        actual_names = set(names)
+        lost = next((name for name in wanted if name not in actual_names), None)
         if lost == "lm_head.weight" and not self.family.tied:
             raise CheckpointError(
                 f"{self.where}: holds no decoder.logits_dense: MaxText may divide the logits of tied "
                 "embeddings, and its checkpoint does not say whether; "
                 "convert without config.json to keep MaxText's names"
             )
-        if lost is not None or len(names) != len(held):
+        if lost is not None or len(names) != len(actual_names):
             raise CheckpointError(f"{self.where}: damaged, {lost or 'a tensor'} is missing or there twice")

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_companions
 from converters.containers.ocdbt import MANIFEST
-from converters.containers.pickle_reader import shown
-from converters.containers.zarr import V3, Budget, read_zarr
-from converters.errors import CheckpointError, OptimizerStateError, blame, printable
-from converters.formats import Format, Source
-from converters.formats.orbax.leaves import METADATA, is_tree, of_another_program, read_leaves
-from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layout
+from converters.containers.pickle_reader import format_value
+from converters.containers.zarr import V3, ChunkBudget, read_zarr
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors, to_printable
+from converters.formats import CheckpointPath, Format
+from converters.formats.orbax.leaves import METADATA, explain_foreign_tree, is_tree, read_leaves
+from converters.formats.orbax.maxtext import MaxTextLayout, build_maxtext_layout, build_named_layout
 from converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
 from converters.names.canonical import is_number
 from converters.numeric import np
@@ -53,60 +53,60 @@ _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _BOTH = frozenset(_MOMENTS.values())
 
 
-def _folder(path: Place) -> Place | None:
+def _find_folder(path: Place) -> Place | None:
     """The folder of the tree for a path: of it, of a file in it, or of the step that holds it as an item."""
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
         return None
     if is_tree(folder):
         return folder
-    items = _items(folder)
-    found = next((name for name in _ITEMS if name in items), items[0] if len(items) == 1 else None)
-    return None if found is None else child(folder, found)
+    items = _list_items(folder)
+    item = next((name for name in _ITEMS if name in items), items[0] if len(items) == 1 else None)
+    return None if item is None else child(folder, item)
 
 
-def _items(folder: Place) -> list[str]:
+def _list_items(folder: Place) -> list[str]:
     """The names of the trees in the folder of a step; only the usual ones where Orbax's mark is missing."""
     listed = names_in(folder)
     names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
     return [name for name in names if is_tree(folder / name)]
 
 
-def _incomplete(source: Source) -> str | None:
+def _explain_incomplete(source: CheckpointPath) -> str | None:
     path = source.path
     if _TEMPORARY in path.name:
         return f"{path}: an Orbax checkpoint that was not finished; choose another step"
     listed = names_in(path)
-    if (why := of_another_program(path)) is not None:
+    if (why := explain_foreign_tree(path)) is not None:
         return why
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
         return f"{path}: an Orbax checkpoint without {METADATA}, which lists its tensors: it is incomplete"
-    if len(items := _items(path)) > 1:
+    if len(items := _list_items(path)) > 1:
         return f"{path}: holds several Orbax checkpoints, {', '.join(items[:8])}: name one of these folders"
     if METADATA in listed:
         return f"{path}: {METADATA} is not the list of an Orbax checkpoint: it is damaged"
     return None
 
 
-def _open(source: Source, path: Place) -> Checkpoint:
-    return _Tree(Folder(path)).checkpoint(source)
+def _open(source: CheckpointPath, path: Place) -> Checkpoint:
+    return _OrbaxTree(Folder(path)).build_checkpoint(source)
 
 
-class _Tree:
+class _OrbaxTree:
     """The leaves of a tree: path of keys -> array."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self.where = str(folder.path)
         self.leaves = read_leaves(folder)
-        self.budget = Budget(MAX_CHUNKS_BEYOND)
+        self.budget = ChunkBudget(MAX_CHUNKS_BEYOND)
         self.absent = 0
-        self.arrays = {path: self._array(path, name) for path, name in self.leaves.stored.items()}
+        self.arrays = {path: self._open_array(path, name) for path, name in self.leaves.stored.items()}
         if self.absent:
             _log.warning(
                 "warning: %s: zeros are read for chunks that are not stored (%s), since TensorStore leaves "
                 "out zeros; a lost file looks the same",
-                printable(self.where),
+                to_printable(self.where),
                 f"{self.absent:,}",
             )
         self.scalars = {
@@ -117,9 +117,9 @@ class _Tree:
             and (path in self.leaves.scalars or array.dtype in _COUNTS)
         }
 
-    def _array(self, path: Path, stored: str) -> Tensor:
+    def _open_array(self, path: Path, stored: str) -> Tensor:
         leaves, name = self.leaves, ".".join(path)
-        raw = self._value(f"{stored}/{leaves.header}")
+        raw = self._open_value(f"{stored}/{leaves.header}")
         if raw.nbytes > MAX_ARRAY_HEADER:
             raise CheckpointError(f"{self.where}: {name}: damaged, its header has {raw.nbytes:,} bytes")
         content = bytearray(raw.nbytes)
@@ -127,15 +127,15 @@ class _Tree:
         absent: list[str] = []
         limit = MAX_CHUNKS if leaves.database is None else len(leaves.database) + MAX_CHUNKS_BEYOND
 
-        def chunk(key: str) -> stored_bytes.Source | None:
+        def open_chunk(key: str) -> stored_bytes.Source | None:
             key = f"{stored}/{key}"
             if leaves.complete or self._has(key):
-                return self._value(key)
+                return self._open_value(key)
             absent.append(key)
             return None
 
         version = 3 if leaves.header == V3 else 2
-        array = read_zarr(name, bytes(content), version, chunk, self.where, limit, self.budget)
+        array = read_zarr(name, bytes(content), version, open_chunk, self.where, limit, self.budget)
         # The database says which are zeros; a number that is zero is common.
         if leaves.database is None and array.shape and path[0] not in _AUXILIARY:
             self.absent += len(absent)
@@ -145,20 +145,20 @@ class _Tree:
         database = self.leaves.database
         return (self.folder.path / key).exists() if database is None else key in database
 
-    def _value(self, key: str) -> stored_bytes.Source:
+    def _open_value(self, key: str) -> stored_bytes.Source:
         database = self.leaves.database
         if database is None:
             file = self.folder.file(key)
             return file.span(0, file.nbytes)
         if key not in database:
-            raise CheckpointError(f"{self.where}: damaged, {shown(key)} is missing from the database")
+            raise CheckpointError(f"{self.where}: damaged, {format_value(key)} is missing from the database")
         return database[key]
 
-    def number(self, path: Path) -> Scalar:
+    def read_number(self, path: Path) -> Scalar:
         value: Scalar = np.asarray(self.arrays[path].read()).reshape(()).item()
         return value
 
-    def checkpoint(self, source: Source) -> Checkpoint:
+    def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
         folder = self.folder.path
         companions = find_companions(folder)
         config = read_small_table(source.config or companions.get("config.json"))
@@ -166,12 +166,12 @@ class _Tree:
         beside = inside | self.scalars | {path for path in self.arrays if path[0] in _AUXILIARY}
         model = {path: array for path, array in self.arrays.items() if path not in beside}
         shapes = {path: array.shape for path, array in model.items()}
-        layout = maxtext_layout(shapes, config, self.where) or named_layout(shapes, self.where)
+        layout = build_maxtext_layout(shapes, config, self.where) or build_named_layout(shapes, self.where)
         tensors: dict[str, Tensor] = {}
-        with blame(folder):
+        with prefix_errors(folder):
             for path, array in model.items():
-                tensors |= layout.weights(path, array)
-        step = self.number(("step",)) if ("step",) in self.scalars else None
+                tensors |= layout.convert_weight(path, array)
+        step = self.read_number(("step",)) if ("step",) in self.scalars else None
         name = folder.name if is_number(folder.name) else make_absolute(folder).parent.name
         if type(step) is not int and is_number(name):
             step = int(name)
@@ -184,25 +184,25 @@ class _Tree:
         )
 
         # The tree outlives this call in both of these.
-        def optimizer(aliases: Aliases) -> OptimizerState | None:
-            return self._optimizer(moments, model, layout)
+        def open_optimizer(aliases: Aliases) -> OptimizerState | None:
+            return self._build_optimizer(moments, model, layout)
 
         def read_counters() -> Mapping[str, Scalar]:
-            with blame(folder):
-                return {".".join(path): self.number(path) for path in counters}
+            with prefix_errors(folder):
+                return {".".join(path): self.read_number(path) for path in counters}
 
         return Checkpoint(
             format="orbax",
             root=source.path,
             tensors=tensors,
-            optimizer=optimizer if moments else None,
+            optimizer=open_optimizer if moments else None,
             metadata={"step": step} if type(step) is int else {},
             companions=companions,
             counters=read_counters,
         )
 
-    def _optimizer(
-        self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: Layout
+    def _build_optimizer(
+        self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: MaxTextLayout
     ) -> OptimizerState | None:
         """The moments of Adam by parameter, and its count as `step`."""
         # A parameter without the first keys of its path, such as the name of the model.
@@ -213,26 +213,27 @@ class _Tree:
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         for path in moments:
             top = next(i for i, key in enumerate(path) if key in _OPTIMIZERS)
-            at = next((i for i, key in enumerate(path) if key in _MOMENTS and i > top), 0)
-            before, rest = path[:top], path[at + 1 :]
+            moment_index = next((i for i, key in enumerate(path) if key in _MOMENTS and i > top), 0)
+            before, rest = path[:top], path[moment_index + 1 :]
             likely = [owner for owner in ((*before, "params", *rest), (*before, *rest)) if owner in model]
             owners = likely[:1] or short.get(rest, [])
-            if not at or len(owners) != 1:
+            if not moment_index or len(owners) != 1:
                 raise OptimizerStateError(
-                    f"{self.where}: the optimizer's {shown('.'.join(path))} is no moment of optax's Adam"
+                    f"{self.where}: the optimizer's {format_value('.'.join(path))} is no moment of optax's "
+                    "Adam"
                 )
             owner = owners[0]
-            moment, array = path[at], self.arrays[path]
+            moment, array = path[moment_index], self.arrays[path]
             if array.shape != model[owner].shape:
                 raise OptimizerStateError(
                     f"{self.where}: {'.'.join(path)} is {list(array.shape)}, its parameter "
                     f"{list(model[owner].shape)}"
                 )
-            with blame(self.folder.path):
-                made = layout.moments(owner, array, moment)
-                count = (*path[:at], "count")
-                step = self.number(count) if count in self.scalars else None
-            for name, tensor in made.items():
+            with prefix_errors(self.folder.path):
+                moments_by_name = layout.convert_moment(owner, array, moment)
+                count = (*path[:moment_index], "count")
+                step = self.read_number(count) if count in self.scalars else None
+            for name, tensor in moments_by_name.items():
                 values = state.setdefault(name, {})
                 if _MOMENTS[moment] in values:
                     raise OptimizerStateError(f"{self.where}: {name} has two first or second moments")
@@ -247,7 +248,7 @@ class _Tree:
 
 FORMAT = Format(
     "orbax",
-    lambda source: _folder(source.path),
+    lambda source: _find_folder(source.path),
     _open,
-    _incomplete,
+    _explain_incomplete,
 )

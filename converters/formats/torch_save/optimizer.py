@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import is_index, plain
+from converters.containers.pickle_reader import is_index, to_json_value
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.limits import MAX_GROUP_TENSOR
-from converters.names.canonical import known_name
-from converters.names.index_keys import candidates_of, check_listed, names_of_indices
+from converters.names.canonical import find_plain_name
+from converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
 from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def as_tensor(stored: Leaf, name: str) -> Tensor:
     if isinstance(stored, Tensor):
         return stored
     origin = (0,) * len(stored.shape)
-    return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
+    return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.to_view)])
 
 
 def is_optimizer(value: Any) -> bool:
@@ -51,146 +51,150 @@ def is_optimizer(value: Any) -> bool:
 
 
 def read_optimizer(
-    saved: Any, tensors: Mapping[str, Tensor], order: Sequence[str] | None, *, where: str
+    saved: Any, tensors: Mapping[str, Tensor], order: Sequence[str] | None, *, location: str
 ) -> OptimizerState:
     """The state by parameter name.
 
     Args:
-        saved: `{"state": ..., "param_groups": [...]}`, as unpickled.
+        saved: `{"state": ..., "build_groups": [...]}`, as unpickled.
         tensors: the model's stored tensors by plain name, aliases included.
         order: their names in module order, without aliases; None if unknown.
 
     Raises:
         CheckpointError: damaged, or its state cannot be matched to parameters unambiguously.
     """
-    groups, keys = groups_of(saved, where)
-    state = {key: _state(value, str(key), where) for key, value in saved["state"].items()}
-    names = _names(groups, keys, state, tensors, order, where)
+    groups, keys = read_groups(saved, location)
+    state = {key: _read_state(value, str(key), location) for key, value in saved["state"].items()}
+    names = _map_keys_to_names(groups, keys, state, tensors, order, location)
     if len(set(names.values())) != len(names):
-        raise CheckpointError(f"{where}: two optimizer states belong to one parameter")
-    named: dict[str, Mapping[str, Tensor | Scalar]] = {}
+        raise CheckpointError(f"{location}: two optimizer states belong to one parameter")
+    state_by_name: dict[str, Mapping[str, Tensor | Scalar]] = {}
     for key in (key for group in keys for key in group):  # in this order, not that of the first steps
         if key in state:
             name = names[key]
-            _check_shapes(name, state[key], tensors, where)
-            named[name] = {
-                what: as_tensor(value, f"{name}.{what}") if isinstance(value, Leaf) else value
-                for what, value in state[key].items()
+            _check_shapes(name, state[key], tensors, location)
+            state_by_name[name] = {
+                state_name: as_tensor(value, f"{name}.{state_name}") if isinstance(value, Leaf) else value
+                for state_name, value in state[key].items()
             }
 
-    def param_groups() -> ParamGroups:
+    def build_groups() -> ParamGroups:
         return [
-            {**group_settings(group), "params": [names[key] for key in params]}
+            {**get_group_settings(group), "params": [names[key] for key in params]}
             for group, params in zip(groups, keys, strict=True)
         ]
 
-    return OptimizerState(named, param_groups)
+    return OptimizerState(state_by_name, build_groups)
 
 
-def groups_of(saved: Any, where: str) -> tuple[list[dict[Any, Any]], list[list[Any]]]:
+def read_groups(saved: Any, location: str) -> tuple[list[dict[Any, Any]], list[list[Any]]]:
     """The groups of `optimizer.state_dict()`, and the keys of the parameters in each.
 
     Raises:
         CheckpointError: it is none, a key is neither name nor number or comes twice, or state has other keys.
     """
     if not is_optimizer(saved) or not all(isinstance(group, dict) for group in saved["param_groups"]):
-        raise CheckpointError(f"{where}: not an optimizer's state (no state and param_groups)")
+        raise CheckpointError(f"{location}: not an optimizer's state (no state and param_groups)")
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys = [group.get("params") for group in groups]
     if not all(isinstance(group, (list, tuple)) for group in keys):
-        raise CheckpointError(f"{where}: damaged, the params of an optimizer group are not a list")
+        raise CheckpointError(f"{location}: damaged, the params of an optimizer group are not a list")
     listed = [list(group or ()) for group in keys]
     if not all(type(key) is str or is_index(key) for group in listed for key in group):
-        raise CheckpointError(f"{where}: damaged, the params of its groups are not names or numbers")
-    check_listed(listed, saved["state"], where)
+        raise CheckpointError(f"{location}: damaged, the params of its groups are not names or numbers")
+    check_listed(listed, saved["state"], location)
     return groups, listed
 
 
-def _names(
+def _map_keys_to_names(
     groups: list[dict[Any, Any]],
     keys: list[list[Any]],
     state: Mapping[Any, Mapping[str, Leaf | Scalar]],
     tensors: Mapping[str, Tensor],
     order: Sequence[str] | None,
-    where: str,
+    location: str,
 ) -> dict[Any, str]:
     """Key -> parameter name."""
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
-        return {key: _known(key, tensors, where) for key in flat}
+        return {key: _find_known_name(key, tensors, location) for key in flat}
     if not all(type(key) is int for key in flat):
-        raise CheckpointError(f"{where}: damaged, its groups mix names and numbers")
+        raise CheckpointError(f"{location}: damaged, its groups mix names and numbers")
     listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
     if all(
         isinstance(names, list) and len(names) == len(group)
         for names, group in zip(listed, keys, strict=True)
     ):
         return {
-            key: _known(str(name), tensors, where)
+            key: _find_known_name(str(name), tensors, location)
             for group, names in zip(keys, listed, strict=True)
             for key, name in zip(group, names or [], strict=True)
         }
     if order is None:
         raise OptimizerStateError(
-            f"{where}: its state is keyed by index, and the order of the parameters is not recorded "
+            f"{location}: its state is keyed by index, and the order of the parameters is not recorded "
             "(safetensors files sort them by name)"
         )
-    shapes = {key: _shape(values) for key, values in state.items()}
-    return names_of_indices(keys, shapes, candidates_of(order, tensors), where)
+    shapes = {key: _find_shape(values) for key, values in state.items()}
+    return map_indices_to_names(keys, shapes, list_candidates(order, tensors), location)
 
 
-def _known(named: str, tensors: Mapping[str, Tensor], where: str) -> str:
-    name = known_name(named, tensors)
+def _find_known_name(parameter: str, tensors: Mapping[str, Tensor], location: str) -> str:
+    name = find_plain_name(parameter, tensors)
     if name not in tensors:
-        raise CheckpointError(f"{where}: holds state for {name!r}, which is not in the model")
+        raise CheckpointError(f"{location}: holds state for {name!r}, which is not in the model")
     return name
 
 
-def _state(values: Any, key: str, where: str) -> dict[str, Leaf | Scalar]:
+def _read_state(values: Any, key: str, location: str) -> dict[str, Leaf | Scalar]:
     if not isinstance(values, dict):
-        raise CheckpointError(f"{where}: damaged, the state of {key!r} is not a table")
-    found: dict[str, Leaf | Scalar] = {}
-    for what, value in values.items():
+        raise CheckpointError(f"{location}: damaged, the state of {key!r} is not a table")
+    state: dict[str, Leaf | Scalar] = {}
+    for state_name, value in values.items():
         if isinstance(value, (StoredTensor, Tensor, int, float)):
-            found[str(what)] = value
+            state[str(state_name)] = value
         elif value is not None:
             raise CheckpointError(
-                f"{where}: the state {str(what)!r} of {key!r} is neither a tensor nor a number"
+                f"{location}: the state {str(state_name)!r} of {key!r} is neither a tensor nor a number"
             )
-    return found
+    return state
 
 
-def _shape(values: Mapping[str, Leaf | Scalar]) -> Shape | None:
-    shapes = [value.shape for what in _SHAPED if isinstance(value := values.get(what), Leaf)]
+def _find_shape(values: Mapping[str, Leaf | Scalar]) -> Shape | None:
+    shapes = [value.shape for state_name in _SHAPED if isinstance(value := values.get(state_name), Leaf)]
     return shapes[0] if shapes else None
 
 
-def moment_shape(values: Mapping[Any, Any]) -> Shape | None:
+def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
     """The shape of the first state that is no number; of an optimizer whose states all have that shape."""
-    shapes = (value.shape for what, value in values.items() if what != "step" and isinstance(value, Leaf))
+    shapes = (
+        value.shape
+        for state_name, value in values.items()
+        if state_name != "step" and isinstance(value, Leaf)
+    )
     return next(filter(None, shapes), None)
 
 
 def _check_shapes(
-    name: str, values: Mapping[str, Leaf | Scalar], tensors: Mapping[str, Tensor], where: str
+    name: str, values: Mapping[str, Leaf | Scalar], tensors: Mapping[str, Tensor], location: str
 ) -> None:
-    for what in _SHAPED:
-        value = values.get(what)
+    for state_name in _SHAPED:
+        value = values.get(state_name)
         if isinstance(value, Leaf) and value.shape != tensors[name].shape:
             raise CheckpointError(
-                f"{where}: {what} of {name!r} has the shape {list(value.shape)}, the parameter "
+                f"{location}: {state_name} of {name!r} has the shape {list(value.shape)}, the parameter "
                 f"{list(tensors[name].shape)}"
             )
 
 
-def group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
+def get_group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
     """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
-    made: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
         if isinstance(value, Leaf):
             tensor = as_tensor(value, str(key))
             value = tensor.tolist() if tensor.numel <= MAX_GROUP_TENSOR else None
-        made[str(key)] = plain(value)
-    return made
+        settings[str(key)] = to_json_value(value)
+    return settings

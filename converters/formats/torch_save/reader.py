@@ -16,15 +16,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
-from converters.containers.pickle_reader import Instance, shown
+from converters.config_and_tokenizer_files import check_one_model, find_companions, read_trainer_metadata
+from converters.containers.pickle_reader import Instance, format_value
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats import Format, Source
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from converters.formats import CheckpointPath, Format
 from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
 from converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX_VALUES
-from converters.names.canonical import model_container, plain_names
+from converters.names.canonical import find_model_container, strip_prefixes
 from converters.names.tied_weights import pick_owner
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
@@ -58,7 +58,7 @@ _LOCAL = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
-def _find(source: Source) -> str | None:
+def _find(source: CheckpointPath) -> str | None:
     """The file with the model, or its index: the given one, one of a known name, or the only one."""
     path = source.path
     if path.is_file():
@@ -72,15 +72,15 @@ def _find(source: Source) -> str | None:
     for name in _HF:
         if name in entries:
             return name
-    found = [name for name in entries if name.endswith(_SUFFIXES) and not name.startswith(".")]
-    if any(_PARTS.fullmatch(name) for name in found):
+    candidates = [name for name in entries if name.endswith(_SUFFIXES) and not name.startswith(".")]
+    if any(_PARTS.fullmatch(name) for name in candidates):
         return None
     indices = [name for name in entries if name.endswith(_INDEX_SUFFIX)]
-    found = indices or [name for name in found if not _OTHER.fullmatch(name)]
-    return found[0] if len(found) == 1 else None
+    candidates = indices or [name for name in candidates if not _OTHER.fullmatch(name)]
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _incomplete(source: Source) -> str | None:
+def _explain_incomplete(source: CheckpointPath) -> str | None:
     path = source.path
     names = [path.name] if path.is_file() else names_in(path)
     if any(_LOCAL.fullmatch(name) for name in names):
@@ -92,54 +92,54 @@ def _incomplete(source: Source) -> str | None:
         if _PARTS.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
             return f"{path}: one rank's part of a checkpoint, by its name; give the folder with all parts"
         return None
-    found = [name for name in names if name.endswith(_SUFFIXES)]
-    parts = [name for name in found if _PARTS.fullmatch(name)]
+    candidates = [name for name in names if name.endswith(_SUFFIXES)]
+    parts = [name for name in candidates if _PARTS.fullmatch(name)]
     if parts:
         return (
             f"{path}: holds parts of single ranks ({parts[0]}, ...) that are incomplete or of an unknown "
             "format; save a full state dict, or use DCP"
         )
-    found = [name for name in found if not _OTHER.fullmatch(name)]
-    if len(found) > 1:
-        return f"{path}: several files could be the model ({', '.join(found[:4])}); give one of them"
+    candidates = [name for name in candidates if not _OTHER.fullmatch(name)]
+    if len(candidates) > 1:
+        return f"{path}: several files could be the model ({', '.join(candidates[:4])}); give one of them"
     return None
 
 
-def _open(source: Source, name: str) -> Checkpoint:
+def _open(source: CheckpointPath, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
     folder = Folder(root)
     if source.path.is_dir():
         check_one_model(root, name)
-    where = str(root / name)
+    location = str(root / name)
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
     if name.endswith(_INDEX_SUFFIX):
-        stored = read_index(folder, name, lambda file: _bare(file, load(file)))
+        stored = read_index(folder, name, lambda file: _read_tensors(file, load(file)))
     else:
-        stored, optimizers, counted = split(load(folder.file(name)), where)
-    views = plain_names(stored, where=where)
+        stored, optimizers, counted = split_tensors(load(folder.file(name)), location)
+    views = strip_prefixes(stored, location=location)
     tensors: dict[str, Tensor] = {}
     for plain, view in views.items():
-        with blame(root / name):
+        with prefix_errors(root / name):
             tensors[plain] = as_tensor(view, plain)
     companions = find_companions(source.path)
 
-    def optimizer(aliases: Aliases) -> OptimizerState | None:
+    def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if len(optimizers) > 1:
-            raise OptimizerStateError(f"{where}: holds {len(optimizers)} optimizers")
+            raise OptimizerStateError(f"{location}: holds {len(optimizers)} optimizers")
         if optimizers:
-            return read_optimizer(optimizers[0], tensors, in_order(tensors, aliases), where=where)
+            return read_optimizer(optimizers[0], tensors, drop_aliases(tensors, aliases), location=location)
         if source.path.is_file():
             return None
-        return optimizer_beside(folder, tensors, lambda: in_order(tensors, aliases))
+        return open_optimizer_file(folder, tensors, lambda: drop_aliases(tensors, aliases))
 
     return Checkpoint(
         format="torch",
         root=source.path,
         tensors=tensors,
-        aliases=aliases_of(views, tensors),
-        optimizer=optimizer,
-        metadata={**counted, **trainer_metadata(root)},
+        aliases=find_aliases(views, tensors),
+        optimizer=open_optimizer,
+        metadata={**counted, **read_trainer_metadata(root)},
         companions=companions,
         counters=lambda: {"step": counted["step"]} if "step" in counted else {},
     )
@@ -150,12 +150,12 @@ def load(file: SourceFile) -> Any:
     return TorchZip(file).load()
 
 
-def in_order(names: Iterable[str], aliases: Aliases) -> list[str]:
+def drop_aliases(names: Iterable[str], aliases: Aliases) -> list[str]:
     """`names` with each tied parameter once, at its first name, as `named_parameters` counts them."""
     return list(dict.fromkeys(aliases.get(name, name) for name in names))
 
 
-def optimizer_beside(
+def open_optimizer_file(
     folder: Folder, tensors: Mapping[str, Tensor], order: Callable[[], list[str] | None]
 ) -> OptimizerState | None:
     """The optimizer in `optimizer.pt` or `optimizer.bin` beside the model, None where there is none.
@@ -164,16 +164,16 @@ def optimizer_beside(
         CheckpointError: several, or one that does not fit the model's parameters.
     """
     entries = names_in(folder.path)
-    found = [name for name in OPTIMIZERS if name in entries]
-    if not found:
+    optimizer_files = [name for name in OPTIMIZERS if name in entries]
+    if not optimizer_files:
         return None
-    if len(found) > 1 or "optimizer_1.bin" in entries:
+    if len(optimizer_files) > 1 or "optimizer_1.bin" in entries:
         raise OptimizerStateError(f"{folder.path}: holds several optimizers")
-    file = folder.file(found[0])
-    return read_optimizer(load(file), tensors, order(), where=str(file.path))
+    file = folder.file(optimizer_files[0])
+    return read_optimizer(load(file), tensors, order(), location=str(file.path))
 
 
-def _bare(file: SourceFile, saved: Any) -> dict[str, StoredTensor]:
+def _read_tensors(file: SourceFile, saved: Any) -> dict[str, StoredTensor]:
     """The tensors of one shard, which may hold nothing else."""
     if not isinstance(saved, dict) or not all(
         isinstance(key, str) and isinstance(value, StoredTensor) for key, value in saved.items()
@@ -182,20 +182,22 @@ def _bare(file: SourceFile, saved: Any) -> dict[str, StoredTensor]:
     return saved
 
 
-def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+def split_tensors(saved: Any, location: str) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     """(the model's tensors by name, optimizers, the rest) of what a file holds."""
     if not isinstance(saved, dict):
-        what = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
-        raise CheckpointError(f"{where}: not a state dict but {what}")
+        description = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
+        raise CheckpointError(f"{location}: not a state dict but {description}")
     if "shard_metadata" in saved:
-        raise CheckpointError(f"{where}: one rank's shard of a PyTorch/XLA FSDP checkpoint; give its folder")
+        raise CheckpointError(
+            f"{location}: one rank's shard of a PyTorch/XLA FSDP checkpoint; give its folder"
+        )
     if "ds_version" in saved or "ds_config" in saved:
-        raise CheckpointError(f"{where}: one file of a DeepSpeed checkpoint; give its folder")
+        raise CheckpointError(f"{location}: one file of a DeepSpeed checkpoint; give its folder")
     if is_optimizer(saved):
         raise CheckpointError(
-            f"{where}: an optimizer's state without a model; give the folder of the checkpoint"
+            f"{location}: an optimizer's state without a model; give the folder of the checkpoint"
         )
-    found: dict[KeyPath, Leaf] = {}
+    leaves: dict[KeyPath, Leaf] = {}
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
     arrays: list[KeyPath] = []
@@ -206,43 +208,43 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
         path, value = pending.pop()
         left -= 1
         if left < 0 or len(path) > MAX_CONTAINER_DEPTH:
-            raise CheckpointError(f"{where}: nested too deeply or too large to be a state dict")
+            raise CheckpointError(f"{location}: nested too deeply or too large to be a state dict")
         if isinstance(value, Leaf):
-            found[path] = value
+            leaves[path] = value
         elif is_optimizer(value):
             optimizers.append(value)
         elif isinstance(value, dict):
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
             if any(type(key) is int and abs(key) > MAX_KEY_IN_PATH for key, _ in items):
-                raise CheckpointError(f"{where}: a dict has integer keys too large for a state dict")
+                raise CheckpointError(f"{location}: a dict has integer keys too large for a state dict")
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
-            pending.extend(((*path, at), item) for at, item in reversed(list(enumerate(value))))
+            pending.extend(((*path, key), item) for key, item in reversed(list(enumerate(value))))
         elif isinstance(value, Instance) and value.key in _ARRAYS:
             arrays.append(path)
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counted["step"] = value
-    container = model_container(list(found))
+    container = find_model_container(list(leaves))
     if container:  # beside a state dict without one, they are random states
         inside = (path for path in arrays if path[:-1] == container)
         lost = next((path for path in inside if not str(path[-1]).endswith("_extra_state")), None)
         if lost is not None:
             raise CheckpointError(
-                f"{where}: {shown('.'.join(map(str, lost)))} is a numpy array; save it as a tensor"
+                f"{location}: {format_value('.'.join(map(str, lost)))} is a numpy array; save it as a tensor"
             )
     model: dict[str, Leaf] = {}
-    for path, stored in found.items():
+    for path, stored in leaves.items():
         if container is None or path[:-1] == container:
             name = ".".join(map(str, path if container is None else path[-1:]))
             if name in model:
-                raise CheckpointError(f"{where}: two tensors are called {name!r}")
+                raise CheckpointError(f"{location}: two tensors are called {name!r}")
             model[name] = stored
     if not model:
-        raise CheckpointError(f"{where}: holds no tensors")
+        raise CheckpointError(f"{location}: holds no tensors")
     return model, optimizers, counted
 
 
-def aliases_of(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def find_aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Alias -> owner, for names with the same view of the same storage."""
     groups: dict[str, list[str]] = {}
     for name, view in views.items():
@@ -262,5 +264,5 @@ FORMAT = Format(
     "torch",
     _find,
     _open,
-    _incomplete,
+    _explain_incomplete,
 )

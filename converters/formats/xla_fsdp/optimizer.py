@@ -6,13 +6,18 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import plain
+from converters.containers.pickle_reader import to_json_value
 from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats.torch_save.optimizer import as_tensor, group_settings, groups_of, moment_shape
-from converters.formats.xla_fsdp.shards import Layout, join
+from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from converters.formats.torch_save.optimizer import (
+    as_tensor,
+    find_moment_shape,
+    get_group_settings,
+    read_groups,
+)
+from converters.formats.xla_fsdp.shards import XlaFsdpLayout, join
 from converters.limits import MAX_GROUP_TENSOR
-from converters.names.index_keys import names_of_indices
+from converters.names.index_keys import map_indices_to_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +37,7 @@ _FROZEN = "_FSDP_SHARD_SEPARATOR_flat_param_1"
 
 def read_optimizer(
     saved: Sequence[tuple[str, Any]],
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, XlaFsdpLayout],
     shapes: Mapping[str, Shape],
     plain_names: Mapping[str, str],
     *,
@@ -50,64 +55,68 @@ def read_optimizer(
     Raises:
         CheckpointError: the ranks disagree, or state cannot be matched to parameters unambiguously.
     """
-    where, _ = saved[0]
-    ranks = [(file, _states(value, file)) for file, value in saved]
+    location, _ = saved[0]
+    ranks = [(file, _read_states(value, file)) for file, value in saved]
     states = ranks[0][1]
-    groups, indices = groups_of(saved[0][1], f"{where}: the optimizer")
-    hyper = [group_settings(group) for group in groups]
+    groups, indices = read_groups(saved[0][1], f"{location}: the optimizer")
+    hyper = [get_group_settings(group) for group in groups]
     for file, value in saved[1:]:
-        settings = [group_settings(group) for group in groups_of(value, f"{file}: the optimizer")[0]]
+        settings = [get_group_settings(group) for group in read_groups(value, f"{file}: the optimizer")[0]]
         if list(value["state"]) != list(states) or settings != hyper:
             raise CheckpointError(
-                f"{file}: its optimizer differs from {where}; a file of another run or step"
+                f"{file}: its optimizer differs from {location}; a file of another run or step"
             )
-    keys = _keys(indices, groups, states, shapes, trainer, where)
+    keys = _map_indices_to_keys(indices, groups, states, shapes, trainer, location)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     one_run = False
     for index in (index for group in indices for index in group if index in states):
-        made: dict[str, dict[str, Tensor | Scalar]] = {}
-        for what, value in states[index].items():
-            parts = [(file, values[index].get(what)) for file, values in ranks]
-            if not _cut(what, value, shapes[keys[index]], where):
+        state_by_name: dict[str, dict[str, Tensor | Scalar]] = {}
+        for state_name, value in states[index].items():
+            parts = [(file, values[index].get(state_name)) for file, values in ranks]
+            if not _shard_value(state_name, value, shapes[keys[index]], location):
                 if not one_run or not isinstance(value, StoredTensor):
-                    _same(parts, f"the optimizer's {what!r}")
+                    _check_same(parts, f"the optimizer's {state_name!r}")
                 one_run = one_run or isinstance(value, StoredTensor)
                 if value is not None:
-                    replicated = value if not isinstance(value, StoredTensor) else as_tensor(value, str(what))
+                    replicated = (
+                        value if not isinstance(value, StoredTensor) else as_tensor(value, str(state_name))
+                    )
                     for raw, _, _ in layouts[keys[index]].parts:
-                        made.setdefault(raw, {})[str(what)] = replicated
+                        state_by_name.setdefault(raw, {})[str(state_name)] = replicated
                 continue
-            for raw, tensor in join(layouts[keys[index]], parts, keys[index], f".{what}").items():
-                made.setdefault(raw, {})[str(what)] = tensor
-        state.update({plain_names[raw]: values for raw, values in made.items()})
+            for raw, tensor in join(layouts[keys[index]], parts, keys[index], f".{state_name}").items():
+                state_by_name.setdefault(raw, {})[str(state_name)] = tensor
+        state.update({plain_names[raw]: values for raw, values in state_by_name.items()})
 
-    def param_groups() -> ParamGroups:
-        held = [[raw for index in group for raw, _, _ in layouts[keys[index]].parts] for group in indices]
+    def build_groups() -> ParamGroups:
+        names_by_group = [
+            [raw for index in group for raw, _, _ in layouts[keys[index]].parts] for group in indices
+        ]
         return [
             {**values, "params": [plain_names[raw] for raw in names]}
-            for values, names in zip(hyper, held, strict=True)
+            for values, names in zip(hyper, names_by_group, strict=True)
         ]
 
-    return OptimizerState(state, param_groups)
+    return OptimizerState(state, build_groups)
 
 
-def _states(saved: Any, where: str) -> dict[int, dict[Any, Any]]:
+def _read_states(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
     """The state of one rank by index."""
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not all(
         type(key) is int and isinstance(values, dict) for key, values in state.items()
     ):
-        raise OptimizerStateError(f"{where}: its optimizer is not keyed by index")
+        raise OptimizerStateError(f"{location}: its optimizer is not keyed by index")
     return state
 
 
-def _keys(
+def _map_indices_to_keys(
     indices: Sequence[Sequence[int]],
     groups: Sequence[Mapping[Any, Any]],
     states: Mapping[int, Mapping[Any, Any]],
     shapes: Mapping[str, Shape],
     trainer: bool,
-    where: str,
+    location: str,
 ) -> dict[int, str]:
     """Index -> key of `model`: by the names in the groups, else the only way in which all shapes fit."""
     listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
@@ -116,22 +125,26 @@ def _keys(
         flat = [index for group in indices for index in group]
         if len(named) == len(flat) and len(set(named)) == len(named) and set(named) <= set(shapes):
             return dict(zip(flat, named, strict=True))
-    wanted = {index: moment_shape(values) for index, values in states.items()}
+    wanted = {index: find_moment_shape(values) for index, values in states.items()}
     candidates = list(shapes.items())
     if sum(map(len, indices)) < len(candidates):
         candidates = [(key, shape) for key, shape in candidates if not key.endswith(_FROZEN)]
     try:
-        return names_of_indices(indices, wanted, candidates, f"{where}: the optimizer")
+        return map_indices_to_names(indices, wanted, candidates, f"{location}: the optimizer")
     except OptimizerStateError:
         if not trainer or len(indices) != 2:
             raise
-        fits = [fit for pattern in _UNDECAYED if (fit := _decayed(pattern, candidates, indices, wanted))]
+        fits = [
+            fit
+            for pattern in _UNDECAYED
+            if (fit := _match_trainer_groups(pattern, candidates, indices, wanted))
+        ]
         if not fits or any(fit != fits[0] for fit in fits):
             raise
         return fits[0]
 
 
-def _decayed(
+def _match_trainer_groups(
     pattern: re.Pattern[str],
     candidates: Sequence[tuple[str, Shape]],
     indices: Sequence[Sequence[int]],
@@ -142,40 +155,42 @@ def _decayed(
     for group, bare in zip(indices, (False, True), strict=True):
         part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == bare]
         try:
-            keys |= names_of_indices([group], wanted, part, "")
+            keys |= map_indices_to_names([group], wanted, part, "")
         except OptimizerStateError:
             return None
     return keys
 
 
-def _cut(what: Any, value: Any, shard: Shape, where: str) -> bool:
+def _shard_value(description: Any, value: Any, shard: Shape, location: str) -> bool:
     """Whether one state is sharded like its parameter; a step count is the same on every rank."""
-    if isinstance(value, StoredTensor) and value.shape and what != "step":
+    if isinstance(value, StoredTensor) and value.shape and description != "step":
         if value.shape != shard:
             raise OptimizerStateError(
-                f"{where}: the optimizer's {what!r} of {list(value.shape)} is not sharded like its "
+                f"{location}: the optimizer's {description!r} of {list(value.shape)} is not sharded like its "
                 f"parameter, {list(shard)}"
             )
         return True
     if value is None or isinstance(value, (int, float, StoredTensor)):
         return False
-    raise OptimizerStateError(f"{where}: the optimizer's {what!r} is neither tensor nor number")
+    raise OptimizerStateError(f"{location}: the optimizer's {description!r} is neither tensor nor number")
 
 
-def _same(parts: Sequence[tuple[str, Any]], what: str) -> None:
+def _check_same(parts: Sequence[tuple[str, Any]], description: str) -> None:
     """Refuse ranks whose copies of one replicated value differ: they are from different steps."""
-    (where, first), *others = parts
-    expected = _value(first, where)
+    (location, first), *others = parts
+    expected = _to_comparable(first, location)
     for file, value in others:
-        if _value(value, file) != expected:
-            raise CheckpointError(f"{file}: {what} differs from {where}; a file of another run or step")
+        if _to_comparable(value, file) != expected:
+            raise CheckpointError(
+                f"{file}: {description} differs from {location}; a file of another run or step"
+            )
 
 
-def _value(value: Any, where: str) -> Any:
+def _to_comparable(value: Any, location: str) -> Any:
     """A small value in comparable form."""
     if not isinstance(value, StoredTensor):
-        return plain(value)
-    with blame(where):
+        return to_json_value(value)
+    with prefix_errors(location):
         tensor = as_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import format_value
 from converters.containers.torchzip import StoredTensor
 from converters.containers.untrusted import require_mapping, require_shape
-from converters.errors import CheckpointError, blame
-from converters.names.canonical import plain_name
+from converters.errors import CheckpointError, prefix_errors
+from converters.names.canonical import strip_wrappers
 from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import itemsize
+from converters.tensors.dtypes import get_itemsize
 from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _MULTIPLES = tuple(1 << bit for bit in range(13))
 
 
 @dataclass(frozen=True)
-class Layout:
+class XlaFsdpLayout:
     """The parameters in one sharded key.
 
     Attributes:
@@ -41,12 +41,12 @@ class Layout:
     parts: tuple[tuple[str, int, Shape], ...]
 
     @property
-    def flat(self) -> bool:
+    def is_flat(self) -> bool:
         """Whether parameters were flattened together before sharding."""
         return len(self.parts) > 1 or self.parts[0][2] != self.shape
 
 
-def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any]) -> dict[str, Layout]:
+def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any]) -> dict[str, XlaFsdpLayout]:
     """Key of `model` -> its parameters, for the keys that are shards.
 
     Args:
@@ -56,33 +56,33 @@ def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any])
     Raises:
         CheckpointError: the ranks disagree, or the metadata does not describe exactly these keys.
     """
-    (where, first), others = described[0], described[1:]
-    layouts: dict[str, Layout] = {}
+    (location, first), others = described[0], described[1:]
+    layouts: dict[str, XlaFsdpLayout] = {}
     flat: set[str] = set()
     for key in keys:
-        head, found, tail = key.rpartition("." + _SHARD) if isinstance(key, str) else ("", "", "")
-        if not found and isinstance(key, str) and key.startswith(_SHARD):
-            tail, found = key.removeprefix(_SHARD), _SHARD
-        if not found:
+        head, marker, tail = key.rpartition("." + _SHARD) if isinstance(key, str) else ("", "", "")
+        if not marker and isinstance(key, str) and key.startswith(_SHARD):
+            tail, marker = key.removeprefix(_SHARD), _SHARD
+        if not marker:
             continue
         suffix = _SHARD + tail
-        info = _info(first, head, suffix, where)
-        name, shape = _described(info, suffix, where)
+        info = _get_shard_info(first, head, suffix, location)
+        name, shape = _read_shard_name(info, suffix, location)
         for other, metadata in others:
-            if _info(metadata, head, suffix, other) != info:
-                raise CheckpointError(f"{other}: describes {key!r} differently from {where}")
+            if _get_shard_info(metadata, head, suffix, other) != info:
+                raise CheckpointError(f"{other}: describes {key!r} differently from {location}")
         full = f"{head}.{name}" if head else name
         if _FLAT in name:
-            entry = _flat_entry(first, full, where)
-            layouts[key] = _flat_layout(entry, full, shape, where)
+            entry = _read_flat_entry(first, full, location)
+            layouts[key] = _build_flat_layout(entry, full, shape, location)
             flat.add(full)
             for other, metadata in others:
-                if _flat_entry(metadata, full, other) != entry:
-                    raise CheckpointError(f"{other}: describes {full!r} differently from {where}")
+                if _read_flat_entry(metadata, full, other) != entry:
+                    raise CheckpointError(f"{other}: describes {full!r} differently from {location}")
         else:
-            layouts[key] = Layout(shape, ((full, 0, shape),))
+            layouts[key] = XlaFsdpLayout(shape, ((full, 0, shape),))
     if not layouts:
-        raise CheckpointError(f"{where}: holds no sharded parameter")
+        raise CheckpointError(f"{location}: holds no sharded parameter")
     for other, metadata in described:
         tables = _get_table(metadata, "shard_info", other).values()
         count = sum(len(require_mapping(table, "an entry of shard_info", other)) for table in tables)
@@ -93,64 +93,72 @@ def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any])
     return layouts
 
 
-def _get_table(metadata: Metadata, name: str, where: str) -> dict[Any, Any]:
-    return require_mapping(metadata.get(name), f"{name} of shard_metadata", where)
+def _get_table(metadata: Metadata, name: str, location: str) -> dict[Any, Any]:
+    return require_mapping(metadata.get(name), f"{name} of shard_metadata", location)
 
 
-def _info(metadata: Metadata, head: str, suffix: str, where: str) -> dict[Any, Any]:
-    tables = _get_table(metadata, "shard_info", where)
-    info = require_mapping(tables.get(head, {}), "an entry of shard_info", where).get(suffix)
+def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
+    tables = _get_table(metadata, "shard_info", location)
+    info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
     if not isinstance(info, dict):
-        raise CheckpointError(f"{where}: its shard_metadata does not describe {head + '.' + suffix!r}")
+        raise CheckpointError(f"{location}: its shard_metadata does not describe {head + '.' + suffix!r}")
     return info
 
 
-def _described(info: dict[Any, Any], suffix: str, where: str) -> tuple[str, Shape]:
+def _read_shard_name(info: dict[Any, Any], suffix: str, location: str) -> tuple[str, Shape]:
     """(original name, original shape) of one shard; the key contains the name, which must match."""
     name, shape = (
         info.get("_orig_name"),
-        require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", where),
+        require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", location),
     )
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
-        raise CheckpointError(f"{where}: damaged shard_metadata, {suffix!r} is called {shown(name)}")
+        raise CheckpointError(
+            f"{location}: damaged shard_metadata, {suffix!r} is called {format_value(name)}"
+        )
     return name.lstrip("."), shape
 
 
-def _flat_entry(metadata: Metadata, name: str, where: str) -> tuple[list[Any], list[Shape], list[Any]]:
-    entry = _get_table(metadata, "flatten_info", where).get(name.replace("_fpw_module.", ""))
+def _read_flat_entry(
+    metadata: Metadata, name: str, location: str
+) -> tuple[list[Any], list[Shape], list[Any]]:
+    entry = _get_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
-        raise CheckpointError(f"{where}: its shard_metadata does not describe {name!r}")
+        raise CheckpointError(f"{location}: its shard_metadata does not describe {name!r}")
     names, shapes, numels = entry
     if not all(isinstance(part, (list, tuple)) for part in entry) or not (
         len(names) == len(shapes) == len(numels) > 0
     ):
-        raise CheckpointError(f"{where}: damaged shard_metadata of {name!r}")
-    if not all(isinstance(one, str) for one in names) or not all(type(one) is int for one in numels):
-        raise CheckpointError(f"{where}: damaged shard_metadata of {name!r}")
+        raise CheckpointError(f"{location}: damaged shard_metadata of {name!r}")
+    if not all(isinstance(item, str) for item in names) or not all(type(item) is int for item in numels):
+        raise CheckpointError(f"{location}: damaged shard_metadata of {name!r}")
     return (
         list(names),
-        [require_shape(shape, f"the shape of {name!r}", where) for shape in shapes],
+        [require_shape(shape, f"the shape of {name!r}", location) for shape in shapes],
         list(numels),
     )
 
 
-def _flat_layout(
-    entry: tuple[list[Any], list[Shape], list[Any]], full: str, shape: Shape, where: str
-) -> Layout:
+def _build_flat_layout(
+    entry: tuple[list[Any], list[Shape], list[Any]], full: str, shape: Shape, location: str
+) -> XlaFsdpLayout:
     names, shapes, numels = entry
     head = full.rpartition(".")[0]
     parts, start = [], 0
-    for name, one, numel in zip(names, shapes, numels, strict=True):
-        if prod(one) != numel:
-            raise CheckpointError(f"{where}: damaged, {name!r} of {list(one)} should have {numel} elements")
-        parts.append((f"{head}.{name}", start, one))
+    for name, parameter_shape, numel in zip(names, shapes, numels, strict=True):
+        if prod(parameter_shape) != numel:
+            raise CheckpointError(
+                f"{location}: damaged, {name!r} of {list(parameter_shape)} should have {numel} elements"
+            )
+        parts.append((f"{head}.{name}", start, parameter_shape))
         start += numel
     if shape != (start,):
-        raise CheckpointError(f"{where}: {full!r} of {list(shape)} holds parameters of {start} elements")
-    return Layout(shape, tuple(parts))
+        raise CheckpointError(f"{location}: {full!r} of {list(shape)} holds parameters of {start} elements")
+    return XlaFsdpLayout(shape, tuple(parts))
 
 
-def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = "") -> dict[str, Tensor]:
+def join(
+    layout: XlaFsdpLayout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = ""
+) -> dict[str, Tensor]:
     """Join the ranks' shards of one key into tensors, by name with wrappers.
 
     Args:
@@ -160,7 +168,7 @@ def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str, suffix: st
     Raises:
         CheckpointError: shards of different dtypes or shapes, or of a size that sharding never produces.
     """
-    where, first = shards[0]
+    location, first = shards[0]
     key += suffix
     stored: list[StoredTensor] = []
     for file, value in shards:
@@ -172,13 +180,15 @@ def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str, suffix: st
                 f"on rank 0 {first.dtype} {list(first.shape)}"
             )
         stored.append(value)
-    with blame(where):
+    with prefix_errors(location):
         if len(first.shape) == 1:
             return _join_flat(layout, stored, key, suffix)
         return {layout.parts[0][0]: _join_rows(layout, stored, key, suffix)}
 
 
-def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> dict[str, Tensor]:
+def _join_flat(
+    layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str
+) -> dict[str, Tensor]:
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):
         raise CheckpointError(
@@ -186,18 +196,20 @@ def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(f"{key!r} is not contiguous")
-    dtype, width = stored[0].dtype, itemsize(stored[0].dtype)
-    run = Joined([Slice(view.source, view.offset, length * width) for view in (one.view() for one in stored)])
+    dtype, width = stored[0].dtype, get_itemsize(stored[0].dtype)
+    run = Joined(
+        [Slice(view.source, view.offset, length * width) for view in (stored.to_view() for stored in stored)]
+    )
     return {
-        name: Tensor.contiguous(plain_name(name) + suffix, dtype, shape, run, start * width)
+        name: Tensor.from_source(strip_wrappers(name) + suffix, dtype, shape, run, start * width)
         for name, start, shape in layout.parts
     }
 
 
-def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
+def _join_rows(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
     rows, *rest = stored[0].shape or (0,)
     if (
-        layout.flat
+        layout.is_flat
         or not rest
         or tuple(rest) != layout.shape[1:]
         or rows != -(-layout.shape[0] // len(stored))
@@ -211,5 +223,5 @@ def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         low = rank * rows
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
-            boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.view))
-    return Tensor(plain_name(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
+            boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.to_view))
+    return Tensor(strip_wrappers(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)

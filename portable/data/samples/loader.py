@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from converters.interrupts import without_interrupts
+from converters.interrupts import ignore_interrupts
 from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS, Batch
 from portable.data.samples.base import Samples, count_text_tokens
 from portable.data.samples.order import accumulation_steps, first_of_rank
@@ -272,7 +272,7 @@ def _worker_batches(
 
 def _raised(names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]:
     """The batches of workers; what went wrong in one is raised here."""
-    with without_interrupts():
+    with ignore_interrupts():
         batches = iter(loader)
     for number in count():
         if number == loader.num_workers:  # each has returned a batch

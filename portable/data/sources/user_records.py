@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from converters.console import complain
+from converters.console import print_error
 from portable import plugins
 from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.source import FINISHED, Source, SourceSettings
@@ -83,7 +83,7 @@ class UserRecords(Source):
             for number, row in enumerate(islice(found, self.settings.data.max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:
                     asks_at = float("inf")
-                    complain(
+                    print_error(
                         f"note: {told}: {number:,} records so far; if there is no end of them, set "
                         "data.max_samples"
                     )

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait as ready
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from converters.interrupts import without_interrupts
+from converters.interrupts import ignore_interrupts
 from portable.errors import RunError, UserError, one_line
 from portable.plugins import new_python
 
@@ -98,7 +98,7 @@ class Worker:
     def __init__(self, work: Callable[[Any], Any]) -> None:
         ours, theirs = Pipe()
         serving = "from portable.data.tokens.parallel import serve; serve()"
-        with without_interrupts():
+        with ignore_interrupts():
             self._process = subprocess.Popen(
                 new_python(serving, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from converters.writers.parallel import cores
+from converters.writers.parallel import count_cores
 from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
@@ -258,7 +258,7 @@ class _Progress:
 
 def _count_processes() -> int:
     """Return the number of processes that encode texts; 1 in a process that others have started."""
-    return 1 if parallel.serves else min(cores(), _MOST_PROCESSES)
+    return 1 if parallel.serves else min(count_cores(), _MOST_PROCESSES)
 
 
 def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress
             "skipped": skipped,
         }
 
-    for encoded in ordered_map(encode, batches, processes=cores(), alone=_ALONE):
+    for encoded in ordered_map(encode, batches, processes=count_cores(), alone=_ALONE):
         try:
             for error in encoded.refused:
                 (collected if bad is None else bad).skip(error)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from converters.writers.dcp_tables import Table, TableRecord
+    from converters.writers.dcp_tables import RankTable, TableRecord
     from portable.backend import SaveHandle
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def write_checkpoint(
     ranks = _Ranks(group)
     keys: list[KeyEntry] = []
     holders: Mapping[str, tuple[int, ...]] = {}
-    written: list[Table] = []
+    written: list[RankTable] = []
     digest = b""
 
     def describe() -> bytes:

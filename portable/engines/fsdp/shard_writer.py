@@ -24,7 +24,7 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from converters import item_checksums
+from converters import read_item_checksums
 from converters.writers.dcp_tables import WrittenPiece, build_table
 from portable.errors import one_line
 from portable.private import of_torch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-    from converters.writers.dcp_tables import KeyEntry, Table
+    from converters.writers.dcp_tables import KeyEntry, RankTable
 
 _READ, _DONE, _FAILED = "read", "done", "failed"
 _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
@@ -48,7 +48,7 @@ def write_shards(
     items: Sequence[tuple[WriteItem, bool]],
     keys: Sequence[KeyEntry],
     planner: SavePlanner,
-) -> Table:
+) -> RankTable:
     """Write and fsync the shard file of a rank and its table.
 
     Args:
@@ -65,7 +65,9 @@ def write_shards(
     plan = SavePlan([item for item, _ in items], storage_data=of_torch.storage_prefix(f"__{rank}_"))
     results = FileSystemWriter(folder, sync_files=True).write_data(plan, planner).wait()
     stored = [result.storage_data for result in results]
-    checksums = item_checksums(folder, [(info.relative_path, info.offset, info.length) for info in stored])
+    checksums = read_item_checksums(
+        folder, [(info.relative_path, info.offset, info.length) for info in stored]
+    )
     facts = {
         item.index: (() if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes), is_owned)
         for item, is_owned in items
@@ -116,7 +118,7 @@ class WriterProcess:
         items: Sequence[tuple[WriteItem, bool]],
         keys: Sequence[KeyEntry],
         planner: SavePlanner,
-    ) -> Table:
+    ) -> RankTable:
         """Write the shard file and the table of a rank; see :func:`write_shards`.
 
         If ``items`` is the same object as for the file before, neither it nor ``keys`` is sent again.
@@ -134,7 +136,7 @@ class WriterProcess:
             while True:
                 kind, value = self.connection.recv()
                 if kind == _DONE:
-                    table: Table = value
+                    table: RankTable = value
                     return table
                 if kind == _FAILED:
                     raise OSError(value)
