@@ -196,8 +196,7 @@ def open_tables(
     checksums = read_checksums(folder)
     names = [] if checksums is None else sorted(checksums.boxes, key=lambda name: (len(name), name))
     if rank is not None and names and (rank[1] > 1 or len(names) == 1):
-        number, world_size = rank
-        name = names[number * len(names) // world_size]
+        name = names[rank[0] * len(names) // rank[1]]
         first = name, read_metadata_file(folder, name, checksums)
         return ShardTables(folder, checksums, first, build_once)
     index = None if build_once is None else open_index(folder, build_once)
