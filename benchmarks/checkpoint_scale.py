@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from isal import isal_zlib
 
-from converters import open_checkpoint, read_item_checksums
-from converters.formats.dcp.checksums import CHECKSUMS
-from converters.writers.dcp_tables import (
+from portable.converters import open_checkpoint, read_item_checksums
+from portable.converters.formats.dcp.checksums import CHECKSUMS
+from portable.converters.writers.dcp_tables import (
     KeyEntry,
     WrittenPiece,
     build_table,
@@ -52,7 +52,7 @@ from converters.writers.dcp_tables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from converters.writers.dcp_tables import RankTable
+    from portable.converters.writers.dcp_tables import RankTable
 
 COLUMNS = 4
 

@@ -137,7 +137,7 @@ def python(*arguments: str) -> list[str]:
 
 def portable(kind: str, source: Path, out: Path, *more: str) -> list[str]:
     options = [part.format(source=source) for part in MORE.get(kind, "").split()]
-    return python("-m", "converters.cli", str(source), str(out), "--quiet", *more, *options)
+    return python("-m", "portable.converters.cli", str(source), str(out), "--quiet", *more, *options)
 
 
 def copies(result: Path) -> list[Contestant]:

@@ -39,11 +39,11 @@ from benchmarks.harness import SMALL_MODEL
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.machine import command_line, describe_machine, print_machine
 from benchmarks.small_disk import SmallDisk, small_disk
-from converters import CheckpointError, open_checkpoint
-from converters.storage.path_or_url import in_store, place
-from converters.storage.places import files_below
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.storage.path_or_url import in_store, place
+from portable.converters.storage.places import files_below
 from portable.errors import DamagedError, UserError
 from portable.output.export import MARKER
 from portable.reporting.metrics import METRICS_FILE, read_metrics
@@ -51,7 +51,7 @@ from portable.reporting.metrics import METRICS_FILE, read_metrics
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
     from tests.object_store import ObjectStore
 
 ENGINES = ("full_shard", "zero2", "xla", "no_shard", "zero3")
@@ -706,7 +706,7 @@ class Conversions:
             self._outcome.broken.append(f"conversions: left behind {left}")
 
     def _start(self, source: Place, to: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "converters.cli", str(source), str(self._out[to])]
+        command = [sys.executable, "-m", "portable.converters.cli", str(source), str(self._out[to])]
         with self._notes.open("w") as notes:
             return subprocess.Popen(
                 [*command, "--to", to, "--overwrite", "--quiet"], stdout=notes, stderr=notes

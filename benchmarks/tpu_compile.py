@@ -27,9 +27,9 @@ from portable.planner.device_lookup import named
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target
-from tpu.compile.compiler import compile_graphs, find_library
-from tpu.compile.slices import find_slice
-from tpu.compile.trace import ANSWER, trace_graphs
+from portable.tpu.compile.compiler import compile_graphs, find_library
+from portable.tpu.compile.slices import find_slice
+from portable.tpu.compile.trace import ANSWER, trace_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -39,7 +39,7 @@ from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
-from tpu.xla.runtime import torch_xla, xr, xs
+from portable.tpu.xla.runtime import torch_xla, xr, xs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -85,7 +85,7 @@ class Step:
 
 def measure(config: RunConfig) -> Step:
     """Compile the two graphs of a step of ``config`` on this process's devices, and run them once."""
-    from tpu.xla.of_torch_xla import xla
+    from portable.tpu.xla.of_torch_xla import xla
 
     backend = create_backend("xla")
     devices = backend.devices_per_rank

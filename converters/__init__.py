@@ -1,6 +1,6 @@
 """Read training checkpoints of many formats through one logical view, and convert them.
 
-from converters import open_checkpoint
+from portable.converters import open_checkpoint
 
 checkpoint = open_checkpoint("runs/quickstart")
 checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
@@ -10,27 +10,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.lazy import make_lazy_getattr
+from portable.converters.lazy import make_lazy_getattr
 
 if TYPE_CHECKING:
-    from converters.adapters.adapter import StoredAdapter, find_adapter
-    from converters.adapters.merging import merge
-    from converters.checkpoint import Checkpoint, OptimizerState
-    from converters.convert_checkpoint import Conversion, convert
-    from converters.errors import CheckpointError
-    from converters.fingerprints import compute_fingerprint
-    from converters.formats.dcp.checksums import read_item_checksums, write_shard_checksums
-    from converters.manifest import check_manifest, compute_entries, format_manifest
-    from converters.opening import open_checkpoint, read_pickled
-    from converters.quantization.dequantize import (
+    from portable.converters.adapters.adapter import StoredAdapter, find_adapter
+    from portable.converters.adapters.merging import merge
+    from portable.converters.checkpoint import Checkpoint, OptimizerState
+    from portable.converters.convert_checkpoint import Conversion, convert
+    from portable.converters.errors import CheckpointError
+    from portable.converters.fingerprints import compute_fingerprint
+    from portable.converters.formats.dcp.checksums import read_item_checksums, write_shard_checksums
+    from portable.converters.manifest import check_manifest, compute_entries, format_manifest
+    from portable.converters.opening import open_checkpoint, read_pickled
+    from portable.converters.quantization.dequantize import (
         can_dequantize,
         dequantize_checkpoint,
         read_quantization_config,
     )
-    from converters.quantization.quantize import quantize_checkpoint, quantize_like_base, read_writable_config
-    from converters.tensors.tensor import Tensor
-    from converters.writers.safetensors_writer import write_adapter
-    from converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
+    from portable.converters.quantization.quantize import (
+        quantize_checkpoint,
+        quantize_like_base,
+        read_writable_config,
+    )
+    from portable.converters.tensors.tensor import Tensor
+    from portable.converters.writers.safetensors_writer import write_adapter
+    from portable.converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
 
 __all__ = [
     "Checkpoint",

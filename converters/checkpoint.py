@@ -7,16 +7,16 @@ from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, prefix_errors
-from converters.names.model_config import override_settings
-from converters.names.tied_weights import resolve_ties
-from converters.storage.safe_open import read_small_table
-from converters.tensors.tensor import Tensor
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.names.model_config import override_settings
+from portable.converters.names.tied_weights import resolve_ties
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
@@ -93,7 +93,7 @@ class Checkpoint:
     optimizer state or a counter is damaged.
 
     Example:
-        >>> from converters import open_checkpoint
+        >>> from portable.converters import open_checkpoint
         >>> checkpoint = open_checkpoint("runs/quickstart")
         >>> first_rows = checkpoint.tensors["model.embed_tokens.weight"].read(slice(0, 16))
 
@@ -259,7 +259,7 @@ class Checkpoint:
         aliases: Aliases,
         optimizer: Callable[[Aliases], OptimizerState | None],
     ) -> Checkpoint:
-        """Return a copy of the checkpoint with different tensor names, see `converters.naming`.
+        """Return a copy of the checkpoint with different tensor names, see `portable.converters.naming`.
 
         Args:
             names: Kind of the new names, `"published"` or `"live"`.

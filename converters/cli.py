@@ -14,15 +14,23 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from converters.commands import BY_SIGNAL, DAMAGED, DONE, REFUSED, ShowVersion, format_exit_codes, wrap_main
-from converters.console import print_error, print_line, wrap_lines
-from converters.errors import CheckpointError, CommandError, to_printable
-from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, WRITERS
+from portable.converters.commands import (
+    BY_SIGNAL,
+    DAMAGED,
+    DONE,
+    REFUSED,
+    ShowVersion,
+    format_exit_codes,
+    wrap_main,
+)
+from portable.converters.console import print_error, print_line, wrap_lines
+from portable.converters.errors import CheckpointError, CommandError, to_printable
+from portable.converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, WRITERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.convert_checkpoint import Conversion
+    from portable.converters.convert_checkpoint import Conversion
 
 # Commands of their own; a folder of that name is given as ./inspect.
 _LOOKING = ("inspect", "diff")
@@ -193,7 +201,7 @@ def _parse_size(text: str) -> int:
 
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `portable-convert`; returns an exit code of `converters.commands.EXIT_CODES`."""
+    """Run `portable-convert`; returns an exit code of `portable.converters.commands.EXIT_CODES`."""
     previous = None
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
@@ -231,7 +239,7 @@ def _report(error: CheckpointError, *, as_json: bool) -> int:
 
 def _run_subcommand(arguments: list[str]) -> int:
     """Run `inspect` or `diff`, which write nothing."""
-    from converters import inspect_and_diff
+    from portable.converters import inspect_and_diff
 
     command: Callable[..., int] = getattr(inspect_and_diff, arguments[0])
     return command(partial(_ConvertParser, allow_abbrev=False), arguments[1:])
@@ -248,7 +256,7 @@ def _exit_on_sigterm(signum: int, frame: object) -> NoReturn:
 def _convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
     # Imported here, so that --help and a wrong option answer at once.
-    from converters.convert_checkpoint import convert
+    from portable.converters.convert_checkpoint import convert
 
     printed = {"src", "out", "json", "quiet"}
     conversion = convert(
@@ -274,7 +282,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
     """Format the result of a conversion or of a dry run as JSON."""
-    from converters.tensors.dtypes import TO_TORCH
+    from portable.converters.tensors.dtypes import TO_TORCH
 
     checkpoint, plan = conversion.checkpoint, conversion.plan
     about, losses = checkpoint.metadata, plan.losses
@@ -308,7 +316,7 @@ def _summarize(conversion: Conversion, *, verified: bool) -> str:
 
     For example: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`.
     """
-    from converters.tensors.dtypes import TO_TORCH
+    from portable.converters.tensors.dtypes import TO_TORCH
 
     checkpoint, plan = conversion.checkpoint, conversion.plan
     about = checkpoint.metadata
@@ -333,7 +341,7 @@ def _summarize(conversion: Conversion, *, verified: bool) -> str:
 
 def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> str | None:
     """How to load what was written, if a library does; from an object store, after a copy."""
-    from converters.storage.path_or_url import is_url
+    from portable.converters.storage.path_or_url import is_url
 
     plan, out = conversion.plan, conversion.out
     if options.to != "safetensors" or not plan.names & {"config.json", ADAPTER_CONFIG}:
@@ -355,7 +363,7 @@ def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> st
 
 def _describe(conversion: Conversion, *, to: str) -> str:
     """Format the plan of a dry run: every output file with its tensors."""
-    from converters.writers.targets import is_single
+    from portable.converters.writers.targets import is_single
 
     checkpoint, plan, out = conversion.checkpoint, conversion.plan, conversion.out
     single = is_single(to, out)

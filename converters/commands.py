@@ -10,9 +10,9 @@ import sys
 from functools import wraps
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from converters.console import OutputError, flush, print_error
-from converters.errors import CheckpointError, CommandError, to_printable
-from converters.interrupts import INTERRUPTED, raise_once
+from portable.converters.console import OutputError, flush, print_error
+from portable.converters.errors import CheckpointError, CommandError, to_printable
+from portable.converters.interrupts import INTERRUPTED, raise_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

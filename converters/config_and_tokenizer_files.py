@@ -12,22 +12,22 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, to_printable
-from converters.limits import MAX_TOKENIZER_FILE
-from converters.manifest import check_manifest
-from converters.names.earlier_keys import add_earlier_keys
-from converters.names.model_config import override_settings
-from converters.storage.path_or_url import file_size, make_absolute, place
-from converters.storage.places import inside
-from converters.storage.safe_open import LinkError, read_small, read_small_table, read_small_text
-from converters.storage.store_errors import AccessDeniedError
+from portable.converters.errors import CheckpointError, CommandError, to_printable
+from portable.converters.limits import MAX_TOKENIZER_FILE
+from portable.converters.manifest import check_manifest
+from portable.converters.names.earlier_keys import add_earlier_keys
+from portable.converters.names.model_config import override_settings
+from portable.converters.storage.path_or_url import file_size, make_absolute, place
+from portable.converters.storage.places import inside
+from portable.converters.storage.safe_open import LinkError, read_small, read_small_table, read_small_text
+from portable.converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from converters.checkpoint import Checkpoint
-    from converters.storage.path_or_url import Place
-    from converters.tensors.entry import OutputTensor
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.entry import OutputTensor
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ TOKENIZER = re.compile(
 )
 """Names of tokenizer files and chat templates."""
 MERGED = "merged_adapters.json"
-"""Record of the adapters that were merged into a model, see `converters.adapters.merging`."""
+"""Record of the adapters that were merged into a model, see `portable.converters.adapters.merging`."""
 GENERATION = "generation_config.json"
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
@@ -496,7 +496,7 @@ def _update_config(
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
     """Update the dtype and the settings in `config.json`, see `prepare_companions`."""
     # Imported here, because importing numpy is slow.
-    from converters.tensors.dtypes import CASTABLE, TO_TORCH
+    from portable.converters.tensors.dtypes import CASTABLE, TO_TORCH
 
     copied = dict(checkpoint.companions)
     config = read_small_table(copied.get("config.json"))
@@ -532,8 +532,12 @@ def _update_config(
 
 
 def _find_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Find the settings of a config that contradict the tensors, see `converters.integrity`."""
-    from converters.names.contradictions import find_split_tie, find_stale_quantization, has_split_text_tie
+    """Find the settings of a config that contradict the tensors, see `portable.converters.integrity`."""
+    from portable.converters.names.contradictions import (
+        find_split_tie,
+        find_stale_quantization,
+        has_split_text_tie,
+    )
 
     corrections: dict[str, Any] = {}
     config = checkpoint.read_config()

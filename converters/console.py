@@ -16,7 +16,7 @@ _COLOURS = {"error:": "1;31", "warning:": "1;33"}
 
 
 class OutputError(Exception):
-    """Standard output cannot be written, for example to a full disk; `converters.commands` reports it."""
+    """Raised if standard output cannot be written, for example to a full disk."""
 
 
 def escape_control_characters(text: str) -> str:

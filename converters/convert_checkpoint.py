@@ -11,30 +11,30 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import (
+from portable.converters.config_and_tokenizer_files import (
     find_custom_code,
     find_excluded_files,
     list_companion_names,
     locate_model,
     resolve_companions,
 )
-from converters.errors import CommandError, prefix_errors
-from converters.integrity import NAMES_IN_MEMORY, check_complete
-from converters.opening import open_checkpoint
-from converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
-from converters.storage.path_or_url import make_absolute, place, resolve_links, suggest_path
-from converters.writers.conversion import Choices, carry_out, check_expansion
-from converters.writers.draft import check_output
-from converters.writers.targets import get_planner, is_single
+from portable.converters.errors import CommandError, prefix_errors
+from portable.converters.integrity import NAMES_IN_MEMORY, check_complete
+from portable.converters.opening import open_checkpoint
+from portable.converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
+from portable.converters.storage.path_or_url import make_absolute, place, resolve_links, suggest_path
+from portable.converters.writers.conversion import Choices, carry_out, check_expansion
+from portable.converters.writers.draft import check_output
+from portable.converters.writers.targets import get_planner, is_single
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.adapters.adapter import StoredAdapter
-    from converters.checkpoint import Checkpoint
-    from converters.integrity import CheckpointProblem
-    from converters.storage.path_or_url import Place
-    from converters.writers.plan import ConversionPlan
+    from portable.converters.adapters.adapter import StoredAdapter
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.integrity import CheckpointProblem
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.plan import ConversionPlan
 
 # Do not report files that are not copied for one of these reasons, because users expect it.
 _EXPECTED_REASONS = ("weights", "training state", "a log", "hidden")
@@ -240,7 +240,7 @@ class _Request:
         Returns:
             The resulting checkpoint, and a function that plans the output files.
         """
-        from converters.names.model_config import check_fits
+        from portable.converters.names.model_config import check_fits
 
         if self.dequantize is not None and self.merge_into is None:
             checkpoint = _dequantize(checkpoint, self.dequantize)
@@ -268,10 +268,10 @@ class _Request:
         if adapter is None:
             return checkpoint, functools.partial(get_planner(self.to), checkpoint, choices)
         if self.to == "gguf":
-            from converters.writers.gguf_writer import plan_gguf_adapter
+            from portable.converters.writers.gguf_writer import plan_gguf_adapter
 
             return checkpoint, lambda: plan_gguf_adapter(adapter, self._read_base_config(adapter), choices)
-        from converters.writers.safetensors_writer import plan_adapter
+        from portable.converters.writers.safetensors_writer import plan_adapter
 
         return checkpoint, functools.partial(plan_adapter, adapter, choices)
 
@@ -284,7 +284,7 @@ class _Request:
             The checkpoint to write, the adapter if it is written on its own, and the checkpoint with the
             stored values of the experts.
         """
-        from converters.adapters.adapter import find_adapter
+        from portable.converters.adapters.adapter import find_adapter
 
         options = {
             "--merge-into": self.merge_into,
@@ -300,7 +300,7 @@ class _Request:
             return checkpoint, None, checkpoint
         config = None
         if self.adapter_config is not None:
-            from converters.adapters.config import find_config_file
+            from portable.converters.adapters.config import find_config_file
 
             config = find_config_file(self.adapter_config)
         adapter = find_adapter(checkpoint, config=config, name=self.adapter_name)
@@ -326,7 +326,7 @@ class _Request:
         Returns:
             The merged checkpoint, and the base with the stored values of the experts.
         """
-        from converters.adapters.merging import merge
+        from portable.converters.adapters.merging import merge
 
         if self.optimizer:
             raise CommandError("--optimizer: a merged model has no optimizer state; leave it out")
@@ -349,7 +349,7 @@ class _Request:
 
     def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
         """Read the config of the model that an adapter was trained on."""
-        from converters.storage.safe_open import read_small_table
+        from portable.converters.storage.safe_open import read_small_table
 
         companions, path = self.given_companions, adapter.trained_config
         if companions is None and path is None and adapter.config.base_model is not None:
@@ -358,7 +358,7 @@ class _Request:
 
     def _rename_tensors(self, checkpoint: Checkpoint) -> Checkpoint:
         """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
-        from converters.naming import (
+        from portable.converters.naming import (
             find_name_rules,
             read_published_names,
             read_published_shapes,
@@ -381,7 +381,7 @@ class _Request:
 
     def _quantize(self, checkpoint: Checkpoint, adapter: StoredAdapter | None) -> Checkpoint:
         """Quantize the weights with `--quantize` or `--quantize-like`."""
-        from converters.quantization.quantize import quantize_checkpoint, quantize_like_base
+        from portable.converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 
         option = "--quantize" if self.quantize_like is None else "--quantize-like"
         conflicts = {
@@ -402,7 +402,7 @@ class _Request:
 
 
 def _dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    from converters.quantization.dequantize import dequantize_checkpoint
+    from portable.converters.quantization.dequantize import dequantize_checkpoint
 
     with prefix_errors("--dequantize"):
         return dequantize_checkpoint(checkpoint, dtype)
@@ -463,7 +463,7 @@ def _describe_missing_config(plan: ConversionPlan, source: Place, out: str | Pla
 
 def _find_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
     """Return a warning if most tensor names do not belong to the model type in the config."""
-    from converters.names.known_words import find_foreign_name
+    from portable.converters.names.known_words import find_foreign_name
 
     if to not in ("safetensors", "torch") or ADAPTER_CONFIG in plan.names:
         return None

@@ -6,8 +6,8 @@ import hashlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Checkpoint
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.tensors.tensor import Tensor
 
 # The most tensors that are looked into, and elements of each.
 _TENSORS, _ELEMENTS = 2048, 1 << 14

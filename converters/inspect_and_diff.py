@@ -8,25 +8,25 @@ from functools import partial
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.adapter import find_adapter
-from converters.console import print_line
-from converters.errors import CheckpointError, to_printable
-from converters.integrity import find_problems
-from converters.naming import find_name_rules, rename_to_published
-from converters.numeric import np
-from converters.opening import open_checkpoint
-from converters.tensors.casting import BLOCK_BYTES
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.tensor import Tensor
-from converters.writers.parallel import run_jobs
+from portable.converters.adapters.adapter import find_adapter
+from portable.converters.console import print_line
+from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.integrity import find_problems
+from portable.converters.naming import find_name_rules, rename_to_published
+from portable.converters.numeric import np
+from portable.converters.opening import open_checkpoint
+from portable.converters.tensors.casting import BLOCK_BYTES
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.writers.parallel import run_jobs
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.checkpoint import Checkpoint
-    from converters.tensors.tensor import Array
-    from converters.writers.parallel import Progress
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.tensors.tensor import Array
+    from portable.converters.writers.parallel import Progress
 
     Parser = Callable[..., argparse.ArgumentParser]
 

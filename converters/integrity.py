@@ -2,9 +2,9 @@
 
     problems = find_problems(open_checkpoint("run/checkpoints/step-000100"))
 
-If `converters.names.expected` contains the model class, the tensors are compared with the tensors of the
-class in transformers. Otherwise, only rules apply that hold for every model, and an uncertain rule reports
-nothing.
+If `portable.converters.names.expected` contains the model class, the tensors are compared with the tensors of
+the class in transformers. Otherwise, only rules apply that hold for every model, and an uncertain rule
+reports nothing.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.adapter import find_adapter
-from converters.errors import CheckpointError, to_printable
-from converters.names.contradictions import (
+from portable.converters.adapters.adapter import find_adapter
+from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.names.contradictions import (
     EXPERT_COUNT,
     find_class,
     find_invalid_settings,
     find_split_tie,
     find_stale_quantization,
 )
-from converters.names.expected import (
+from portable.converters.names.expected import (
     compute_sizes,
     is_tied,
     list_numbers,
     replace_layer_number,
     split_layers,
 )
-from converters.names.model_config import check_fits
-from converters.names.name_rules import get_architecture
-from converters.names.published import are_live, arrange_for_memory
-from converters.naming import find_name_rules
-from converters.storage.path_or_url import in_store
-from converters.tensors.dtypes import QUANTIZED
+from portable.converters.names.model_config import check_fits
+from portable.converters.names.name_rules import get_architecture
+from portable.converters.names.published import are_live, arrange_for_memory
+from portable.converters.naming import find_name_rules
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from converters.checkpoint import Checkpoint
-    from converters.names.expected import ExpectedTensors, LayerStack
-    from converters.tensors.tensor import Array, Shape, Tensor
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.names.expected import ExpectedTensors, LayerStack
+    from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 _MAX_SHOWN = 10
 _BLOCK_BYTES = 1 << 20

@@ -5,8 +5,9 @@
      "crc32": 789}
 
 It holds a CRC32 of itself. Writing it reads no tensor data: the checksums of `.distcp` and `.metadata` files
-are in a file that the manifest names (:mod:`converters.formats.dcp.checksums`), and the zip directory of a
-torch.save file holds the CRC32s that torch computed while writing. Reading a tensor checks those.
+are in a file that the manifest names (:mod:`portable.converters.formats.dcp.checksums`), and the zip
+directory of a torch.save file holds the CRC32s that torch computed while writing. Reading a tensor checks
+those.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.errors import CheckpointError, to_printable
-from converters.storage.bytes import CHUNK
-from converters.storage.folder import Folder
-from converters.storage.places import names_below
-from converters.storage.safe_open import read_small_text, stays_inside
+from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.storage.bytes import CHUNK
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import names_below
+from portable.converters.storage.safe_open import read_small_text, stays_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from converters.storage.bytes import SourceFile
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.path_or_url import Place
 
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
@@ -181,7 +182,7 @@ def _compute_crc32(file: SourceFile) -> int:
 
 
 def _compute_directory_crc32(file: SourceFile) -> int:
-    from converters.containers.torchzip import TorchZip  # not at the top: slow to import
+    from portable.converters.containers.torchzip import TorchZip  # not at the top: slow to import
 
     return TorchZip(file).checksum
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState
-from converters.config_and_tokenizer_files import find_beside
-from converters.containers.shard_index import INDEX, SINGLE
-from converters.errors import OptimizerStateError, prefix_errors
-from converters.formats.safetensors import read_file
-from converters.formats.torchtitan import rename_from_torchtitan
-from converters.names.name_rules import (
+from portable.converters.checkpoint import OptimizerState
+from portable.converters.config_and_tokenizer_files import find_beside
+from portable.converters.containers.shard_index import INDEX, SINGLE
+from portable.converters.errors import OptimizerStateError, prefix_errors
+from portable.converters.formats.safetensors import read_file
+from portable.converters.formats.torchtitan import rename_from_torchtitan
+from portable.converters.names.name_rules import (
     NameRules,
     Renaming,
     get_default_rules,
@@ -24,19 +24,19 @@ from converters.names.name_rules import (
     reverse_rules,
     select_used_rules,
 )
-from converters.names.published import are_live, arrange_for_files, arrange_for_memory
-from converters.storage.folder import Folder
-from converters.storage.safe_open import read_small_table
-from converters.tensors.arranged import ZEROS, build_arranged_tensor
-from converters.tensors.tensor import Tensor
+from portable.converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors.arranged import ZEROS, build_arranged_tensor
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from converters.checkpoint import Aliases, Checkpoint, ParamGroups, Scalar
-    from converters.storage.path_or_url import Place
-    from converters.tensors.arranged import Arrangement
-    from converters.tensors.tensor import Shape
+    from portable.converters.checkpoint import Aliases, Checkpoint, ParamGroups, Scalar
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.arranged import Arrangement
+    from portable.converters.tensors.tensor import Shape
 
 RECORD = "published_names.json"
 """Name of the file in which a training run records the name rules of its base checkpoint."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import ml_dtypes
     import numpy as np
 else:
-    from converters.lazy import DeferredModule
+    from portable.converters.lazy import DeferredModule
 
     ml_dtypes = DeferredModule("ml_dtypes")
     np = DeferredModule("numpy")

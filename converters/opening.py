@@ -6,19 +6,19 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError
-from converters.formats import CheckpointPath, Detected, detect, iter_formats
-from converters.names.canonical import is_number
-from converters.storage.completion_markers import INCOMPLETE
-from converters.storage.path_or_url import place
-from converters.storage.places import inside, is_unfinished
+from portable.converters.errors import CheckpointError, CommandError
+from portable.converters.formats import CheckpointPath, Detected, detect, iter_formats
+from portable.converters.names.canonical import is_number
+from portable.converters.storage.completion_markers import INCOMPLETE
+from portable.converters.storage.path_or_url import place
+from portable.converters.storage.places import inside, is_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from converters.checkpoint import Checkpoint
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.storage.path_or_url import Place
 
 # step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100, 100
 # (Orbax) ...
@@ -92,9 +92,9 @@ def read_pickled(path: str | Place) -> Any:
     Raises:
         CheckpointError: damaged, or it holds a class that torch itself does not write.
     """
-    from converters.containers.pickle_reader import to_json_value
-    from converters.containers.torchzip import TorchZip
-    from converters.storage.folder import Folder
+    from portable.converters.containers.pickle_reader import to_json_value
+    from portable.converters.containers.torchzip import TorchZip
+    from portable.converters.storage.folder import Folder
 
     path = place(path)
     try:

@@ -15,21 +15,21 @@ DTYPES: dict[str, str | None] = {
     "q4_0": "Q4_0",
     "mxfp4": "MXFP4",
 }
-# --quantize: see converters.quantization.quantize.
+# --quantize: see portable.converters.quantization.quantize.
 FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
 # A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
 # wider dtype writes up to four times as many.
 EXPANSION = 8
 # --to -> a module, and the function in it that plans the files.
 WRITERS = {
-    "safetensors": "converters.writers.safetensors_writer:plan_safetensors",
-    "dcp": "converters.writers.dcp_writer:plan_dcp",
-    "dcp-safetensors": "converters.writers.safetensors_writer:plan_dcp_safetensors",
-    "torch": "converters.writers.torch_writer:plan_torch",
-    "deepspeed-universal": "converters.writers.universal_writer:plan_universal",
-    "gguf": "converters.writers.gguf_writer:plan_gguf",
+    "safetensors": "portable.converters.writers.safetensors_writer:plan_safetensors",
+    "dcp": "portable.converters.writers.dcp_writer:plan_dcp",
+    "dcp-safetensors": "portable.converters.writers.safetensors_writer:plan_dcp_safetensors",
+    "torch": "portable.converters.writers.torch_writer:plan_torch",
+    "deepspeed-universal": "portable.converters.writers.universal_writer:plan_universal",
+    "gguf": "portable.converters.writers.gguf_writer:plan_gguf",
 }
-# --names: see converters.naming.
+# --names: see portable.converters.naming.
 NAMES = ("published", "live")
 # The formats that are written with published names by default. The others are read by programs that know the
 # names of the model in memory.

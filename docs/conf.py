@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import converters
 import portable
+from portable import converters
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

@@ -35,7 +35,7 @@ class CudaPackage(TorchPackage):
         return torch.cuda.device_count()
 
     def check_ranks(self, ranks: int) -> None:
-        from gpu.device_specs import NO_GPU
+        from portable.gpu.device_specs import NO_GPU
 
         if ranks > (devices := self.local_ranks()):
             raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
@@ -49,14 +49,14 @@ class CudaPackage(TorchPackage):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
     def devices(self) -> tuple[Device, ...]:
-        from gpu.device_specs import accelerators
+        from portable.gpu.device_specs import accelerators
 
         return tuple(accelerators())
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
         import torch
 
-        from gpu import device_specs
+        from portable.gpu import device_specs
 
         require(torch.cuda.is_available(), device_specs.NO_GPU)
         return torch.device("cuda", device_specs.index(local_rank, torch.cuda.device_count()))
@@ -67,26 +67,26 @@ class CudaPackage(TorchPackage):
             os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
 
     def diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
-        from gpu.memory import CudaDiagnostics
+        from portable.gpu.memory import CudaDiagnostics
 
         return CudaDiagnostics(device, rank, world_size)
 
     def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
-        from gpu.memory import limit
+        from portable.gpu.memory import limit
 
         return limit(device, world_size)
 
     def shape_multiple(self, device: torch.device, precision: str) -> int | None:
         import torch
 
-        from gpu import device_specs
+        from portable.gpu import device_specs
 
         return device_specs.shape_multiple(torch.cuda.get_device_capability(device), precision)
 
     def peak_flops(self, device: torch.device, precision: str) -> float | None:
         import torch
 
-        from gpu import device_specs
+        from portable.gpu import device_specs
 
         return device_specs.peak_flops(torch.cuda.get_device_name(device), precision)
 

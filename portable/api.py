@@ -16,8 +16,8 @@ from portable.paths import REPORT_FILE, default_cache_dir, place_of
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
     from portable.config import RunConfig
+    from portable.converters.storage.path_or_url import Place
     from portable.planner.tables import Plan
 
 

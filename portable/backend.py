@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from converters import Checkpoint
     from portable.batch import Batch
     from portable.config import RunConfig
+    from portable.converters import Checkpoint
     from portable.model.loss import MetricAccumulator, Objective, StepSums
     from portable.model.tensors import ReadableTensor
     from portable.optim.non_finite import Health

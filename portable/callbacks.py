@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from converters.storage.path_or_url import Place
     from portable.backend import Engine
     from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
+    from portable.converters.storage.path_or_url import Place
     from portable.progress import StepResult
     from portable.run.stages import Prepared, Restored
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import REFUSED, wrap_main
+from portable.converters.commands import REFUSED, wrap_main
 from portable.errors import ReportedElsewhereError, RunError, UserError, report
 from portable.ranks.ending import ends_with
 from portable.ranks.parent_death import die_with_parent
@@ -43,7 +43,7 @@ def do(name: str, *arguments: Any) -> int:
 
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-train`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
+    """Run ``portable-train``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
     try:
         from portable.command_line import parse_args
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from converters.commands import format_version
-from converters.console import print_line
 from portable.config import flags
 from portable.config.load import assemble, load_config
 from portable.config.numbers import Reason
@@ -26,6 +24,8 @@ from portable.config.suggestions import ForeignNames, register_foreign_names
 from portable.config.types import Flag, PathText, Section
 from portable.config.validation import validate
 from portable.config.yaml_text import parse_file
+from portable.converters.commands import format_version
+from portable.converters.console import print_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from converters.interrupts import exit_on_interrupt
+from portable.converters.interrupts import exit_on_interrupt
 from portable.ranks.ending import ends_with
 
 exit_on_interrupt()
@@ -17,7 +17,7 @@ def train() -> int:
 
 def convert() -> int:
     """Run ``portable-convert``."""
-    from converters.cli import main
+    from portable.converters.cli import main
 
     return ends_with(main())
 

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from converters.console import print_error
+from portable.converters.console import print_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
-from converters.storage.path_or_url import in_store, place
-from converters.storage.places import sync
-from converters.storage.safe_open import (
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.path_or_url import in_store, place
+from portable.converters.storage.places import sync
+from portable.converters.storage.safe_open import (
     LinkError,
     open_new,
     open_regular,
@@ -27,13 +27,13 @@ from converters.storage.safe_open import (
     real_path,
     stays_inside,
 )
-from converters.storage.store_errors import RemoteError, RetriesUsedUpError
+from portable.converters.storage.store_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 CONFIG_FILE, FINAL, REPORT_FILE = "config.yaml", "final", "report.html"
 """In the folder of a run: its config, the folder of the exported model, and the report."""

@@ -28,8 +28,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.similar_names import suggest_name
-from portable import SIBLINGS, is_beside
+from portable.converters.similar_names import suggest_name
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -225,40 +224,16 @@ def _module(told: str, name: str) -> types.ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:  # as if the program were a script beside it
         sys.path.append(here)
-    if hidden := _hidden(name):
-        raise UserError(f"{told}: {hidden}")
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # whatever importing it raises
         near = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             near = suggest_name(name, [path.stem for path in Path.cwd().glob("*.py")])
-        remedy = _hidden_from(error) or "give package.module:name of a module in this folder or on PYTHONPATH"
+        remedy = "give package.module:name of a module in this folder or on PYTHONPATH"
         raise UserError(
             f"{told}: cannot be imported ({type(error).__name__}: {one_line(error)}){near}; {remedy}"
         ) from error
-
-
-def _hidden(name: str) -> str:
-    """What to do about a module of the user's that cannot be had, since a package of ours has its name."""
-    top = name.partition(".")[0]
-    if top not in SIBLINGS:
-        return ""
-    for folder in dict.fromkeys((str(Path.cwd()), *sys.path)):
-        spec = PathFinder.find_spec(top, [folder])
-        places = spec and ([spec.origin] if spec.origin else spec.submodule_search_locations)
-        for place in places or ():
-            if not is_beside(place):
-                return f"{top} is a package of portable-trainer, which hides {place}; rename yours"
-    return ""
-
-
-def _hidden_from(error: BaseException) -> str:
-    """As :func:`_hidden`, where code that got our package raised ``error``."""
-    if isinstance(error, ImportError):
-        return _hidden(error.name or "")
-    module = getattr(error, "obj", None)  # of an AttributeError
-    return _hidden(module.__name__) if isinstance(module, types.ModuleType) else ""
 
 
 def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
@@ -276,8 +251,7 @@ def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:  # foreign code
-        remedy = f"; {hidden}" if (hidden := _hidden_from(error)) else ""
-        raise UserError(f"{told}: cannot be made ({_said(error)}){remedy}") from error
+        raise UserError(f"{told}: cannot be made ({_said(error)})") from error
 
 
 def _check_arguments(told: str, found: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
@@ -302,7 +276,7 @@ def user_code_errors(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if "out of memory" in str(error).lower():  # the run says what to do about it
             raise
-        raise UserError(f"{what}: fails ({_said(error)}); {_hidden_from(error) or 'correct it'}") from error
+        raise UserError(f"{what}: fails ({_said(error)}); correct it") from error
 
 
 def _said(error: BaseException) -> str:
@@ -324,7 +298,7 @@ def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.Fram
     Returns:
         None if there are no frames.
     """
-    others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDERS)]
+    others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
     packages = {frame.filename: _find_library(frame.filename) for frame in others}
     own = [frame for frame in others if packages[frame.filename] is None]
     if not own:  # the setting names code of an installed package
@@ -333,9 +307,7 @@ def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.Fram
     return next(reversed(own or others or list(frames)), None)
 
 
-_OWN_FOLDERS = tuple(
-    f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("portable", "converters", "gpu", "tpu")
-)
+_OWN_FOLDER = f"{Path(__file__).parent}{os.sep}"
 _STANDARD_LIBRARY = "standard library"
 _FRAMEWORKS = frozenset({
     _STANDARD_LIBRARY, "torch", "transformers", "peft", "accelerate", "deepspeed", "numpy", "datasets",

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 BACKENDS: dict[str, tuple[str, str]] = {
     "cpu": ("portable.engines.package", "CPU"),
-    "cuda": ("gpu.package", "CUDA"),
-    "xla": ("tpu.xla.package", "XLA"),
-    "tpu": ("tpu.torchtpu.package", "TPU"),
+    "cuda": ("portable.gpu.package", "CUDA"),
+    "xla": ("portable.tpu.xla.package", "XLA"),
+    "tpu": ("portable.tpu.torchtpu.package", "TPU"),
 }
 """Name of a backend -> the module with its record, and the record's name there. ``auto`` prefers
 later ones."""
 
 
 FSDP = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
-ENGINES = dict.fromkeys(FSDP, "portable.engines.fsdp") | dict.fromkeys(ZERO, "gpu.zero")
+ENGINES = dict.fromkeys(FSDP, "portable.engines.fsdp") | dict.fromkeys(ZERO, "portable.gpu.zero")
 """The package of the engine on torch.distributed that trains under each ``strategy``."""
 
 PLANNED_FOR_AUTO = "cuda"
@@ -209,7 +209,7 @@ def create_backend(name: str) -> Backend:
     try:
         return package.create()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in ("portable", "converters", "gpu", "tpu"):
+        if error.name is None or error.name.split(".")[0] == "portable":
             raise
         install = f"; install it with: pip install 'portable-trainer[{package.extra}]'"
         remedy = install if package.extra else ""

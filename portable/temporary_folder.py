@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.writers.replace_folder import lock_folder, release_lock
+from portable.converters.writers.replace_folder import lock_folder, release_lock
 from portable.errors import RunError, UserError, one_line
 from portable.terminal import tell
 

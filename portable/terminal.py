@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import color_label, escape_control_characters, wrap_lines
+from portable.converters.console import color_label, escape_control_characters, wrap_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

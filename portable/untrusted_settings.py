@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.names.contradictions import find_invalid_settings
-from converters.storage.safe_open import stays_inside
+from portable.converters.names.contradictions import find_invalid_settings
+from portable.converters.storage.safe_open import stays_inside
 from portable.errors import UserError, one_line
 from portable.paths import check_folder, read_json
 

@@ -162,7 +162,7 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
     """Loss of each step, here and in a plain loop over the same samples; exports into ``folder``."""
     import torch
 
-    from converters import open_checkpoint, write_safetensors
+    from portable.converters import open_checkpoint, write_safetensors
     from portable.data.samples.loader import TrainLoader
 
     with opened(config) as trial:

@@ -54,7 +54,7 @@ def caught(mutant: Mutant) -> list[str]:
         copy = Path(folder)
         ignored = shutil.ignore_patterns("__pycache__")
         for name in COPIED:
-            shutil.copytree(ROOT / name, copy / name, ignore=ignored, copy_function=linked)
+            shutil.copytree(ROOT / name, copy / name, ignore=ignored, copy_function=linked, symlinks=True)
         for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
             shutil.copy(ROOT / name, copy / name)
         path = copy / mutant.file

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from converters import find_adapter, merge, open_checkpoint, write_safetensors
 from portable.config import RunConfig
+from portable.converters import find_adapter, merge, open_checkpoint, write_safetensors
 from tests.parity import opened
 from tests.published_names import iterate_configs
 from tests.runs import configured

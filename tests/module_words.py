@@ -20,9 +20,9 @@ def find_words(model_type: str) -> set[str]:
     import torch
     import transformers
 
-    from converters.errors import CheckpointError
-    from converters.names.name_rules import get_default_rules
-    from converters.names.published import arrange_for_files
+    from portable.converters.errors import CheckpointError
+    from portable.converters.names.name_rules import get_default_rules
+    from portable.converters.names.published import arrange_for_files
     from tests.published_names import create_config, list_classes
 
     words: set[str] = set()

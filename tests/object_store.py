@@ -40,10 +40,10 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
     2 MB then take as many requests, parts, runs and blocks as 32 MB do.
     """
-    from converters.storage import object_store as remote
-    from converters.storage import range_reader as remote_file
-    from converters.tensors import casting
-    from converters.writers import conversion as writing
+    from portable.converters.storage import object_store as remote
+    from portable.converters.storage import range_reader as remote_file
+    from portable.converters.tensors import casting
+    from portable.converters.writers import conversion as writing
 
     sizes = {
         remote: ["PART_BYTES"],

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from converters.options import is_unset
-from converters.quantization.dequantize import METHODS
+from portable.converters.options import is_unset
+from portable.converters.quantization.dequantize import METHODS
 
 FILE = Path(__file__).resolve().parents[1] / "converters" / "quantization" / "default_settings.json"
 REQUIRED: dict[str, dict[str, Any]] = {"GPTQConfig": {"bits": 4}}

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from converters import open_checkpoint
-from converters.cli import main
+from portable.converters import open_checkpoint
+from portable.converters.cli import main
 from portable.errors import UserError
 from portable.registry import create_backend
 from portable.reporting.card import CARD

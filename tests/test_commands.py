@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-import converters.cli
 import portable.cli
 import portable.commands.data
+import portable.converters.cli
 import portable.planner.cli
 import portable.reporting.html_report
-from converters.commands import EXIT_CODES
+from portable.converters.commands import EXIT_CODES
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    "converters.cli": converters.cli.main,
+    "portable.converters.cli": portable.converters.cli.main,
     "portable.cli": portable.cli.main,
     "portable.reporting.html_report": portable.reporting.html_report.main,
     "portable.planner.cli": portable.planner.cli.main,
@@ -55,7 +55,7 @@ def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr("portable.planner.cli.read_command", interrupted)
     monkeypatch.setattr("portable.commands.data.read_command", interrupted)
     monkeypatch.setattr("portable.reporting.html_report.place_of", interrupted)
-    monkeypatch.setattr("converters.cli._convert", interrupted)
+    monkeypatch.setattr("portable.converters.cli._convert", interrupted)
     for module, main in COMMANDS.items():
         assert main(["a", "b"] if module != "portable.reporting.html_report" else ["a"]) == 130
         assert capsys.readouterr().err == "error: interrupted\n"

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from converters import open_checkpoint
 from portable.config import RunConfig
+from portable.converters import open_checkpoint
 from portable.engines.fsdp.units import units
 from portable.errors import UserError
 from portable.model.build import build_model, model_config, training_model
@@ -309,7 +309,7 @@ def test_checkpoint_of_the_text_part_is_continued_as_the_error_says(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Earlier versions trained only the text part of Qwen3.5."""
-    from converters.cli import main as convert
+    from portable.converters.cli import main as convert
     from portable.run.rank import run_rank
 
     source = write_composite(tmp_path / "source", "qwen3_5", corpus)
@@ -440,7 +440,7 @@ def test_adapter_in_the_tower_keeps_its_values_under_zero(
 
 def test_adapter_of_the_text_part_is_merged_as_the_error_says(corpus: Path, tmp_path: Path) -> None:
     """Earlier versions adapted only the text part of Qwen3.5."""
-    from converters.cli import main as convert
+    from portable.converters.cli import main as convert
     from portable.run.rank import run_rank
 
     source = write_composite(tmp_path / "source", "qwen3_5", corpus)

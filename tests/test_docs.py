@@ -25,12 +25,11 @@ from typing import Any
 import pytest
 import yaml
 
-import converters
 import portable
-from converters.commands import BY_SIGNAL, EXIT_CODES
-from portable import losses
+from portable import converters, losses
 from portable.command_line import parse_args
 from portable.config import load_config
+from portable.converters.commands import BY_SIGNAL, EXIT_CODES
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve

@@ -20,8 +20,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from converters import open_checkpoint
 from portable.config import RunConfig
+from portable.converters import open_checkpoint
 from portable.evaluation.metrics import evaluate
 from portable.run.batches import eval_loader
 from tests.engines import ENGINES, Engines, accumulated

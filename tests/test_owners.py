@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import AutoModelForCausalLM
 
-from converters.cli import main
-from converters.names.earlier_keys import add_earlier_keys
 from portable.adapters.adapter import adapt
+from portable.converters.cli import main
+from portable.converters.names.earlier_keys import add_earlier_keys
 from portable.data.dataset import build_data
 from portable.model.build import model_config, training_model
 from portable.private import of_transformers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from converters import open_checkpoint
+from portable.converters import open_checkpoint
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.private.of_bitsandbytes import bitsandbytes

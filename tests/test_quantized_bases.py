@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from converters.cli import main as convert
+from portable.converters.cli import main as convert
 from portable.errors import UserError
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics

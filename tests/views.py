@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from converters import open_checkpoint
+from portable.converters import open_checkpoint
 
 View = dict[str, np.ndarray]
 """Weights by name, and optimizer state by ``name.key``; step counts among it."""

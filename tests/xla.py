@@ -123,7 +123,7 @@ def fork_workers(connections: list[Connection]) -> None:
     """Fork a process for each of ``connections``, once there is a task on it."""
     os.setsid()
     gc.disable()
-    import tpu.xla.backend  # noqa: F401
+    import portable.tpu.xla.backend  # noqa: F401
 
     gc.freeze()
     gc.enable()

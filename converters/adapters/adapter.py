@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from converters.adapters.names import (
+from portable.converters.adapters.names import (
     FINGERPRINT,
     MAGNITUDE,
     PREFIX,
@@ -18,20 +18,20 @@ from converters.adapters.names import (
     split_adapter_and_base,
     to_base_name,
 )
-from converters.checkpoint import Checkpoint, OptimizerState
-from converters.config_and_tokenizer_files import find_beside
-from converters.errors import CheckpointError, prefix_errors
-from converters.numeric import np
-from converters.options import ADAPTER_CONFIG, VERL_CONFIG
-from converters.tensors.dtypes import CASTABLE
+from portable.converters.checkpoint import Checkpoint, OptimizerState
+from portable.converters.config_and_tokenizer_files import find_beside
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.numeric import np
+from portable.converters.options import ADAPTER_CONFIG, VERL_CONFIG
+from portable.converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.adapters.config import StoredAdapterConfig
-    from converters.checkpoint import Aliases
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Shape, Tensor
+    from portable.converters.adapters.config import StoredAdapterConfig
+    from portable.converters.checkpoint import Aliases
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Shape, Tensor
 
     Pair = tuple[Tensor, Tensor, bool]
 
@@ -47,7 +47,7 @@ class AdapterModule:
     Attributes:
         path: the module in the live model.
         wraps: the number of wrappers inside this one, where an adapter targets several of its parameters.
-        tensors: (kind, leaf) -> tensor; the kinds are in `converters.adapters.names`.
+        tensors: (kind, leaf) -> tensor; the kinds are in `portable.converters.adapters.names`.
     """
 
     path: str
@@ -266,7 +266,7 @@ def find_adapter(
             f"{checkpoint.root}: holds an adapter, and no {ADAPTER_CONFIG} lies beside it; "
             "give it with --adapter-config FILE"
         )
-    from converters.adapters.config import read_config
+    from portable.converters.adapters.config import read_config
 
     settings = read_config(config)
     parts, others = split_adapter_and_base(names, bias=settings.bias, wanted=name, location=checkpoint.root)

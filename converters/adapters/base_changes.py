@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.base_names import BaseNames, Found, Region
-from converters.adapters.edits import Scale, is_same_edit
-from converters.errors import CheckpointError, prefix_errors
-from converters.names.tied_weights import OTHER_HEAD, find_implied_ties, has_same_values
-from converters.numeric import np
-from converters.storage.safe_open import read_small_table
-from converters.tensors.casting import cast_dtype, parse_dtype
-from converters.tensors.computed import apply_edits
-from converters.tensors.dtypes import CASTABLE
+from portable.converters.adapters.base_names import BaseNames, Found, Region
+from portable.converters.adapters.edits import Scale, is_same_edit
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.names.tied_weights import OTHER_HEAD, find_implied_ties, has_same_values
+from portable.converters.numeric import np
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors.casting import cast_dtype, parse_dtype
+from portable.converters.tensors.computed import apply_edits
+from portable.converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from converters.adapters.adapter import StoredAdapter
-    from converters.checkpoint import Checkpoint
-    from converters.tensors.computed import Edit
-    from converters.tensors.tensor import Array, Shape, Tensor
+    from portable.converters.adapters.adapter import StoredAdapter
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.tensors.computed import Edit
+    from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 # Modules of transformers whose weights have inputs as rows (`Conv1D`), and parameters of stacked experts that
 # have (`is_transposed`), by model type. It matters where a matrix is square.

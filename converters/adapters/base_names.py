@@ -1,8 +1,8 @@
 """Locations of a model's parameters in the files of its checkpoint.
 
 transformers renames tensors when it loads a model, and stacks the experts of a layer into one parameter. An
-adapter has the names in memory, but its base model usually has published names. `converters.names` contains
-the rules.
+adapter has the names in memory, but its base model usually has published names. `portable.converters.names`
+contains the rules.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.errors import CheckpointError
-from converters.names.name_rules import iterate_possible_rules
-from converters.names.published import are_live, arrange_for_files, arrange_for_memory
-from converters.similar_names import find_similar
-from converters.tensors.arranged import ZEROS
+from portable.converters.errors import CheckpointError
+from portable.converters.names.name_rules import iterate_possible_rules
+from portable.converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from portable.converters.similar_names import find_similar
+from portable.converters.tensors.arranged import ZEROS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from converters.tensors.arranged import Arrangement, Tile
-    from converters.tensors.tensor import Shape, Tensor
+    from portable.converters.tensors.arranged import Arrangement, Tile
+    from portable.converters.tensors.tensor import Shape, Tensor
 
 # Names of the base model's module. They are optional, because the adapter or the base may lack the head.
 _OUTER = re.compile(r"(model|transformer|bert|roberta|gpt_neox|decoder|encoder|base_model|backbone)\.")

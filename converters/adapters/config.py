@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.patterns import Matcher, PatternError
-from converters.errors import CheckpointError, CommandError, to_printable
-from converters.limits import MAX_COUNT, MAX_PATTERNS
-from converters.options import ADAPTER_CONFIG, VERL_CONFIG
-from converters.storage.path_or_url import place
-from converters.storage.safe_open import read_small_text
+from portable.converters.adapters.patterns import Matcher, PatternError
+from portable.converters.errors import CheckpointError, CommandError, to_printable
+from portable.converters.limits import MAX_COUNT, MAX_PATTERNS
+from portable.converters.options import ADAPTER_CONFIG, VERL_CONFIG
+from portable.converters.storage.path_or_url import place
+from portable.converters.storage.safe_open import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 TYPES = ("LORA", "IA3", "TRAINABLE_TOKENS")
 _BIASES = ("none", "all", "lora_only")

@@ -14,13 +14,13 @@ from functools import cached_property
 from threading import Lock, local
 from typing import TYPE_CHECKING, Any
 
-from converters.numeric import np
+from portable.converters.numeric import np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from converters.tensors.computed import Edit
-    from converters.tensors.tensor import Array, Tensor
+    from portable.converters.tensors.computed import Edit
+    from portable.converters.tensors.tensor import Array, Tensor
 
     Factors = Callable[[], tuple[Array, Array]]
 

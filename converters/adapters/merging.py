@@ -1,7 +1,8 @@
 """Merge an adapter into a base model: the merged model as a checkpoint that is computed while it is read.
 
 The tensors that the adapter does not change stay spans of the base's files. The others are computed block by
-block (`converters.tensors.computed`), so memory holds one module's factors and a few rows for each thread.
+block (`portable.converters.tensors.computed`), so memory holds one module's factors and a few rows for each
+thread.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.base_changes import KEPT, BaseChanges, TensorChange, read_float32
-from converters.adapters.config import CHANGES_BASE
-from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
-from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, parse_name
-from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
-from converters.errors import CheckpointError, CommandError, prefix_errors, to_printable
-from converters.fingerprints import compute_fingerprint
-from converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, has_ending
-from converters.numeric import np
-from converters.quantization.dequantize import read_quantization_config
-from converters.storage.safe_open import read_small_table
-from converters.tensors.computed import append_zero_rows
-from converters.tensors.dtypes import CASTABLE
+from portable.converters.adapters.base_changes import KEPT, BaseChanges, TensorChange, read_float32
+from portable.converters.adapters.config import CHANGES_BASE
+from portable.converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
+from portable.converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, parse_name
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
+from portable.converters.errors import CheckpointError, CommandError, prefix_errors, to_printable
+from portable.converters.fingerprints import compute_fingerprint
+from portable.converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, has_ending
+from portable.converters.numeric import np
+from portable.converters.quantization.dequantize import read_quantization_config
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors.computed import append_zero_rows
+from portable.converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
-    from converters.adapters.adapter import AdapterModule, Pair, StoredAdapter
-    from converters.adapters.base_names import Found
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Array, Tensor
+    from portable.converters.adapters.adapter import AdapterModule, Pair, StoredAdapter
+    from portable.converters.adapters.base_names import Found
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Array, Tensor
 
 _LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 _LABELLED = ("SEQ_CLS", "TOKEN_CLS")

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,12 +10,12 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from converters.limits import MAX_PATTERN
+from portable.converters.limits import MAX_PATTERN
 
 if TYPE_CHECKING:
     import regex
 else:
-    from converters.lazy import DeferredModule
+    from portable.converters.lazy import DeferredModule
 
     regex = DeferredModule("regex")  # a megabyte, which an adapter with a list of modules does not need
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.containers.crc32c import compute_crc32c
-from converters.errors import CheckpointError
-from converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
-from converters.numeric import np
-from converters.storage.bytes import Memory
+from portable.converters.containers.crc32c import compute_crc32c
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
+from portable.converters.numeric import np
+from portable.converters.storage.bytes import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.storage.bytes import Source, SourceFile
-    from converters.storage.folder import Folder
+    from portable.converters.storage.bytes import Source, SourceFile
+    from portable.converters.storage.folder import Folder
 
 MANIFEST = "manifest.ocdbt"
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE

@@ -19,8 +19,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from converters.errors import CheckpointError
-from converters.limits import MAX_DEPTH, MAX_INT_BYTES, MAX_KEY, MAX_NAME, MAX_TUPLE_KEYS
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_DEPTH, MAX_INT_BYTES, MAX_KEY, MAX_NAME, MAX_TUPLE_KEYS
 
 Standin = Callable[..., Any]
 _SCALARS = (str, int, float, bool, bytes, type(None))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.errors import CheckpointError
-from converters.storage.bytes import read_table
-from converters.storage.places import map_ahead
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.bytes import read_table
+from portable.converters.storage.places import map_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from converters.storage.bytes import SourceFile
-    from converters.storage.folder import Folder
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.path_or_url import Place
 
 V = TypeVar("V")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import (
+from portable.converters.containers.pickle_reader import (
     Global,
     Instance,
     RefusedError,
@@ -23,15 +23,15 @@ from converters.containers.pickle_reader import (
     format_value,
     unpickle,
 )
-from converters.errors import CheckpointError
-from converters.limits import MAX_NAME
-from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, get_itemsize
-from converters.tensors.tensor import View, is_shape
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_NAME
+from portable.converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, get_itemsize
+from portable.converters.tensors.tensor import View, is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.storage.bytes import FileSpan, SourceFile
+    from portable.converters.storage.bytes import FileSpan, SourceFile
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")

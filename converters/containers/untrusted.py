@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Instance
-from converters.errors import CheckpointError
-from converters.tensors.tensor import is_shape
+from portable.converters.containers.pickle_reader import Instance
+from portable.converters.errors import CheckpointError
+from portable.converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
-    from converters.tensors.tensor import Shape
+    from portable.converters.tensors.tensor import Shape
 
 
 def require_mapping(value: Any, name: str, location: str = "") -> dict[Any, Any]:

@@ -16,21 +16,21 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.crc32c import compute_crc32c
-from converters.containers.pickle_reader import format_value
-from converters.containers.untrusted import require_shape
-from converters.errors import CheckpointError, prefix_errors
-from converters.numeric import np
-from converters.storage.bytes import Memory, Slice, read_json
-from converters.storage.compressed import CODECS, Compressed
-from converters.tensors.dtypes import get_itemsize, map_numpy_dtypes, to_numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, check_shape, compute_row_major_strides
+from portable.converters.containers.crc32c import compute_crc32c
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.untrusted import require_shape
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.numeric import np
+from portable.converters.storage.bytes import Memory, Slice, read_json
+from portable.converters.storage.compressed import CODECS, Compressed
+from portable.converters.tensors.dtypes import get_itemsize, map_numpy_dtypes, to_numpy_dtype
+from portable.converters.tensors.tensor import Box, Tensor, View, check_shape, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from converters.storage.bytes import Source
-    from converters.tensors.tensor import Shape
+    from portable.converters.storage.bytes import Source
+    from portable.converters.tensors.tensor import Shape
 
 V2, V3 = ".zarray", "zarr.json"
 _ABSENT = (1 << 64) - 1

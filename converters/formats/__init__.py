@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from converters.checkpoint import Checkpoint
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.storage.path_or_url import Place
 
 _MODULES = (
-    "converters.formats.dcp.reader",
-    "converters.formats.megatron.core",
-    "converters.formats.megatron.core:RANKS",
-    "converters.formats.deepspeed.universal",
-    "converters.formats.deepspeed.reader",
-    "converters.formats.xla_fsdp.reader",
-    "converters.formats.fsdp_ranks.reader",
-    "converters.formats.torch_checkpointing",
-    "converters.formats.orbax.reader",
-    "converters.formats.torch_save.reader",
-    "converters.formats.dcp_safetensors",
-    "converters.formats.safetensors",
+    "portable.converters.formats.dcp.reader",
+    "portable.converters.formats.megatron.core",
+    "portable.converters.formats.megatron.core:RANKS",
+    "portable.converters.formats.deepspeed.universal",
+    "portable.converters.formats.deepspeed.reader",
+    "portable.converters.formats.xla_fsdp.reader",
+    "portable.converters.formats.fsdp_ranks.reader",
+    "portable.converters.formats.torch_checkpointing",
+    "portable.converters.formats.orbax.reader",
+    "portable.converters.formats.torch_save.reader",
+    "portable.converters.formats.dcp_safetensors",
+    "portable.converters.formats.safetensors",
 )
 
 

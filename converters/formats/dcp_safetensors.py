@@ -13,23 +13,23 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from converters.checkpoint import Checkpoint, OptimizerState
-from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index
-from converters.errors import CheckpointError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.safetensors import read_file
-from converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes, strip_wrappers
-from converters.storage.bytes import Memory, read_json
-from converters.storage.folder import Folder
-from converters.storage.path_or_url import make_absolute
-from converters.storage.places import map_ahead, names_in
-from converters.storage.safe_open import child
-from converters.tensors.tensor import Box, Tensor, View, is_shape
+from portable.converters.checkpoint import Checkpoint, OptimizerState
+from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from portable.converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.safetensors import read_file
+from portable.converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes, strip_wrappers
+from portable.converters.storage.bytes import Memory, read_json
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.path_or_url import make_absolute
+from portable.converters.storage.places import map_ahead, names_in
+from portable.converters.storage.safe_open import child
+from portable.converters.tensors.tensor import Box, Tensor, View, is_shape
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import SourceFile
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.path_or_url import Place
 
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _FOLDER = "sharded"

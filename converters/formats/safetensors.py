@@ -11,23 +11,27 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
-from converters.config_and_tokenizer_files import check_one_model, find_companions, read_trainer_metadata
-from converters.containers.shard_index import ADAPTER, GROUPS, INDEX, OPTIMIZER, SINGLE, read_index
-from converters.errors import CheckpointError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.torch_save.reader import drop_aliases, open_optimizer_file
-from converters.limits import MAX_HEADER
-from converters.names.canonical import split_state_key, strip_prefixes
-from converters.names.module_order import sort_by_module
-from converters.storage.bytes import read_json, read_table
-from converters.storage.folder import Folder
-from converters.storage.places import files_in, names_in
-from converters.tensors.dtypes import SUPPORTED, get_itemsize
-from converters.tensors.tensor import Tensor, is_shape
+from portable.converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
+from portable.converters.config_and_tokenizer_files import (
+    check_one_model,
+    find_companions,
+    read_trainer_metadata,
+)
+from portable.converters.containers.shard_index import ADAPTER, GROUPS, INDEX, OPTIMIZER, SINGLE, read_index
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.torch_save.reader import drop_aliases, open_optimizer_file
+from portable.converters.limits import MAX_HEADER
+from portable.converters.names.canonical import split_state_key, strip_prefixes
+from portable.converters.names.module_order import sort_by_module
+from portable.converters.storage.bytes import read_json, read_table
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import files_in, names_in
+from portable.converters.tensors.dtypes import SUPPORTED, get_itemsize
+from portable.converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import SourceFile
+    from portable.converters.storage.bytes import SourceFile
 
 
 def _find(source: CheckpointPath) -> str | None:

@@ -15,33 +15,33 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from converters.containers.pickle_reader import format_value, to_json_value, unpickle
-from converters.containers.shard_index import check_ranks
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.dcp.optimizer import build_optimizer
-from converters.formats.fsdp_ranks.flat import RankCopies
-from converters.formats.fsdp_ranks.reader import RankParts
-from converters.formats.fsdp_ranks.sharded import Placed, Sharded, load, locate_part
-from converters.formats.safetensors import read_file
-from converters.formats.torch_save.reader import drop_aliases, find_aliases
-from converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
-from converters.names.canonical import assign_roles, strip_prefixes
-from converters.storage.folder import Folder
-from converters.storage.places import files_in
-from converters.storage.safe_open import mentions, read_small
-from converters.tensors.dtypes import FROM_TORCH
-from converters.tensors.tensor import Tensor, is_shape
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from portable.converters.containers.pickle_reader import format_value, to_json_value, unpickle
+from portable.converters.containers.shard_index import check_ranks
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.dcp.optimizer import build_optimizer
+from portable.converters.formats.fsdp_ranks.flat import RankCopies
+from portable.converters.formats.fsdp_ranks.reader import RankParts
+from portable.converters.formats.fsdp_ranks.sharded import Placed, Sharded, load, locate_part
+from portable.converters.formats.safetensors import read_file
+from portable.converters.formats.torch_save.reader import drop_aliases, find_aliases
+from portable.converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
+from portable.converters.names.canonical import assign_roles, strip_prefixes
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import files_in
+from portable.converters.storage.safe_open import mentions, read_small
+from portable.converters.tensors.dtypes import FROM_TORCH
+from portable.converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.checkpoint import Aliases, OptimizerState, Scalar
-    from converters.names.canonical import Path as KeyPath
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Aliases, OptimizerState, Scalar
+    from portable.converters.names.canonical import Path as KeyPath
+    from portable.converters.storage.path_or_url import Place
 
 _METADATA = "metadata.pkl"
 # The beginning of the table in version 1 and 2, or of an empty table.

@@ -14,17 +14,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, OptimizerState
-from converters.errors import CheckpointError, OptimizerStateError, to_printable
-from converters.limits import MAX_COUNT, MAX_EXPERTS
-from converters.tensors.rearranged import permute_dims, permute_split_dims, select_index
-from converters.tensors.tensor import Tensor
+from portable.converters.checkpoint import Checkpoint, OptimizerState
+from portable.converters.errors import CheckpointError, OptimizerStateError, to_printable
+from portable.converters.limits import MAX_COUNT, MAX_EXPERTS
+from portable.converters.tensors.rearranged import permute_dims, permute_split_dims, select_index
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.checkpoint import Aliases, ParamGroups, Scalar
-    from converters.tensors.tensor import Shape
+    from portable.converters.checkpoint import Aliases, ParamGroups, Scalar
+    from portable.converters.tensors.tensor import Shape
 
 _LAYER = re.compile(r"(mtp_)?layers\.(\d{1,6})\.(.+)")
 _OUTSIDE_LAYERS = {

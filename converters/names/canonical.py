@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.containers.pickle_reader import format_value
-from converters.errors import CheckpointError
-from converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from converters.tensors.dtypes import QUANTIZED
+from portable.converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-    from converters.tensors.tensor import Tensor
+    from portable.converters.tensors.tensor import Tensor
 
 # A parameter that transformers declares as `weight` is never an integer unless it is quantized.
 _CODES = re.compile(

@@ -6,16 +6,16 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.names.expected import SIZE_KEYS, find_expected_tensors, is_tied
-from converters.names.name_rules import get_architecture
-from converters.names.tied_weights import HEADS, find_split_ties, has_ending
-from converters.tensors.dtypes import QUANTIZED
+from portable.converters.names.expected import SIZE_KEYS, find_expected_tensors, is_tied
+from portable.converters.names.name_rules import get_architecture
+from portable.converters.names.tied_weights import HEADS, find_split_ties, has_ending
+from portable.converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.names.expected import ExpectedTensors
-    from converters.tensors.tensor import Tensor
+    from portable.converters.names.expected import ExpectedTensors
+    from portable.converters.tensors.tensor import Tensor
 
 _MAX_SHOWN = 60
 _CODES = re.compile(

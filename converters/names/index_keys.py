@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.errors import CheckpointError, OptimizerStateError
-from converters.limits import MAX_ORDER_WORK, MAX_STATES
-from converters.tensors.dtypes import CASTABLE
+from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.limits import MAX_ORDER_WORK, MAX_STATES
+from portable.converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from converters.tensors.tensor import Tensor
+    from portable.converters.tensors.tensor import Tensor
 
 K = TypeVar("K")
 Shape = tuple[int, ...]

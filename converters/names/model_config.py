@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
-from converters.limits import MAX_COUNT
-from converters.names.tied_weights import EMBEDDINGS, HEADS, has_ending
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_COUNT
+from portable.converters.names.tied_weights import EMBEDDINGS, HEADS, has_ending
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.tensors.tensor import Tensor
+    from portable.converters.tensors.tensor import Tensor
 
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d{1,6})\..+")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")

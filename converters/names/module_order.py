@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.names.canonical import is_number
-from converters.storage.safe_open import read_small_table
+from portable.converters.names.canonical import is_number
+from portable.converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 _DECODER = (
     "model embed_tokens layers self_attn q_proj k_proj v_proj o_proj q_norm k_norm mlp gate_proj up_proj "

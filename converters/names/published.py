@@ -1,7 +1,7 @@
 """Conversion of tensors between published files and the names that transformers uses in memory.
 
-Both directions follow `converters.names.name_rules`. Tensors are rearranged lazily: most operations of the
-rules slice or stack rows, so the result consists of spans of the original files.
+Both directions follow `portable.converters.names.name_rules`. Tensors are rearranged lazily: most operations
+of the rules slice or stack rows, so the result consists of spans of the original files.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, prefix_errors
-from converters.limits import MAX_EXPERTS
-from converters.names.name_rules import Direction, Renaming, add_legacy_rules, reverse_rules, sort_naturally
-from converters.tensors.arranged import (
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.limits import MAX_EXPERTS
+from portable.converters.names.name_rules import (
+    Direction,
+    Renaming,
+    add_legacy_rules,
+    reverse_rules,
+    sort_naturally,
+)
+from portable.converters.tensors.arranged import (
     Arrangement,
     arrange_source,
     concat_arrangements,
@@ -30,8 +36,8 @@ from converters.tensors.arranged import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from converters.names.name_rules import NameRules, Operation
-    from converters.tensors.tensor import Shape
+    from portable.converters.names.name_rules import NameRules, Operation
+    from portable.converters.tensors.tensor import Shape
 
 Arrays = dict[str, list[Arrangement]]
 _KEEP_NAMES = "use the --names option that keeps the names of the source"

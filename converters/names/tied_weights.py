@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
-from converters.limits import MAX_TIED_PAIRS
-from converters.storage.safe_open import read_small_table
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_TIED_PAIRS
+from portable.converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Tensor
 
 # Input embeddings, and the heads that may share their weights.
 # Alias -> possible owners, from transformers' `_tied_weights_keys`; suffixes of dotted names.

@@ -14,18 +14,18 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, to_printable
-from converters.limits import MAX_JSON_TENSOR
-from converters.names.code_names import is_code
-from converters.options import DTYPES, is_unset
-from converters.storage.safe_open import read_small_table
-from converters.tensors import dequantized as made
+from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.limits import MAX_JSON_TENSOR
+from portable.converters.names.code_names import is_code
+from portable.converters.options import DTYPES, is_unset
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors import dequantized as made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from converters.checkpoint import Checkpoint
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.tensors.tensor import Tensor
 
 KEY = "quantization_config"
 """In config.json."""

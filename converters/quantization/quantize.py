@@ -12,13 +12,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.errors import CheckpointError, to_printable
-from converters.quantization.dequantize import ACTIVATIONS, KEY, read_block_size, read_quantization_config
-from converters.storage.safe_open import read_small_table
-from converters.tensors.casting import cast_dtype, parse_dtype
-from converters.tensors.computed import Affine, apply_edits
-from converters.tensors.dtypes import CASTABLE
-from converters.tensors.quantized import (
+from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.quantization.dequantize import (
+    ACTIVATIONS,
+    KEY,
+    read_block_size,
+    read_quantization_config,
+)
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors.casting import cast_dtype, parse_dtype
+from portable.converters.tensors.computed import Affine, apply_edits
+from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.quantized import (
     QuantizationScheme,
     quantize_to_bytes,
     quantize_to_fp4,
@@ -29,8 +34,8 @@ from converters.tensors.quantized import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from converters.checkpoint import Checkpoint
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.tensors.tensor import Tensor
 
 # The names of linear layers in transformers. Routers of experts, embeddings and GPT-2's transposed layers
 # (`c_*`) are none.
@@ -118,7 +123,7 @@ _FORMS = {
         _make_compressed_tensors_config("pack-quantized", 4, "int", "group", group=128),
     ),
 }
-"""By the names of `converters.options.FORMS`."""
+"""By the names of `portable.converters.options.FORMS`."""
 
 
 def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:

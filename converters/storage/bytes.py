@@ -1,6 +1,6 @@
 """Byte sources: whole files, spans of files with their CRC32, sources joined end to end; and JSON in them.
 
-Readers ask a `Source` for bytes; nothing above `converters.storage` opens a shard file.
+Readers ask a `Source` for bytes; nothing above `portable.converters.storage` opens a shard file.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from isal import isal_zlib
 
-from converters.errors import CheckpointError
-from converters.storage.safe_open import open_regular
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.safe_open import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 Touched = set["FileSpan"]
 

@@ -21,11 +21,11 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.safe_open import read_small_table
-from converters.storage.store_errors import RemoteError
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
-    from converters.storage.object_store import RemotePath
+    from portable.converters.storage.object_store import RemotePath
 
 COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
 

@@ -13,12 +13,12 @@ import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from converters.storage.bytes import Source, Touched
+    from portable.converters.storage.bytes import Source, Touched
 
 # Runs up to this size are always in memory; others as long as all that is kept is not more than that.
 MEMORY_BYTES, CACHE_BYTES = 1 << 20, 512 << 20

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of
+from portable.converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of
 
 LOOKED_FOR = {
     "s3": "looked for AWS_ACCESS_KEY_ID, AWS_PROFILE and ~/.aws, a role of this container or machine",

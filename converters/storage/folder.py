@@ -7,16 +7,16 @@ import stat
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.storage.bytes import Descriptor, SourceFile
-from converters.storage.path_or_url import in_store
-from converters.storage.safe_open import real_path, stays_inside
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.bytes import Descriptor, SourceFile
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.safe_open import real_path, stays_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 
 def _max_open_files() -> int:
@@ -35,8 +35,8 @@ _MAX_OPEN_FILES = _max_open_files()
 class Folder:
     """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it.
 
-    Links must stay inside it too (`converters.storage.safe_open`). The folder itself may be a link, because
-    the user named it.
+    Links must stay inside it too (`portable.converters.storage.safe_open`). The folder itself may be a link,
+    because the user named it.
     """
 
     def __init__(self, path: Place) -> None:
@@ -59,7 +59,7 @@ class Folder:
                 f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
             )
         if in_store(self.path):
-            from converters.storage.range_reader import RemoteFile
+            from portable.converters.storage.range_reader import RemoteFile
 
             remote = self.path / name
             try:

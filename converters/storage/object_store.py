@@ -6,12 +6,12 @@
 
 A `RemotePath` shares a few operations with `pathlib.Path`: `name`, `parent`, `/`, `exists`, `is_file`,
 `is_dir`, `iterdir`, `read_bytes` and `str()`. The other operations that both have are functions of a `Place`,
-in `converters.storage.path_or_url` and `places`. Never make a `Path` of a URL: it collapses the two slashes.
-Folders are listed once as long as the paths live that come from one `RemotePath.of`; a write through these
-paths, or `refresh`, makes them be listed again.
+in `portable.converters.storage.path_or_url` and `places`. Never make a `Path` of a URL: it collapses the two
+slashes. Folders are listed once as long as the paths live that come from one `RemotePath.of`; a write through
+these paths, or `refresh`, makes them be listed again.
 
 Writing: an object appears whole or not at all; folders need not be made. A folder of several objects (a step,
-a converted model) is made whole by the markers of `converters.storage.completion_markers`.
+a converted model) is made whole by the markers of `portable.converters.storage.completion_markers`.
 
 obstore repeats every request after a failure that may pass, for `PORTABLE_STORAGE_MINUTES` minutes; one times
 out after `PORTABLE_STORAGE_TIMEOUT` seconds of silence. Failures raise `RemoteError` (a `CheckpointError`:
@@ -36,16 +36,16 @@ from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.errors import (
+from portable.converters.errors import (
     CheckpointError,
     prefix_errors,
     raise_unless_panic,
     redact_credentials,
     to_printable,
 )
-from converters.storage.credentials import LOOKED_FOR, OPTIONS
-from converters.storage.listed import Object
-from converters.storage.store_errors import (
+from portable.converters.storage.credentials import LOOKED_FOR, OPTIONS
+from portable.converters.storage.listed import Object
+from portable.converters.storage.store_errors import (
     LostUploadError,
     RemoteError,
     RetriesUsedUpError,

@@ -9,15 +9,15 @@ import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from converters.storage.path_or_url import in_store
-from converters.storage.safe_open import open_new, open_regular
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.safe_open import open_new, open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from converters.storage.bytes import FileSpan
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.bytes import FileSpan
+    from portable.converters.storage.path_or_url import Place
 
 # Linux allocates larger folios for larger writes: writes of 1 MiB took five times the CPU time of these.
 WRITE_BYTES = 256 << 10

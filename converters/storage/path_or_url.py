@@ -8,14 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from converters.errors import CheckpointError, redact_credentials
-from converters.similar_names import find_similar
-from converters.storage.store_errors import RemoteError
+from portable.converters.errors import CheckpointError, redact_credentials
+from portable.converters.similar_names import find_similar
+from portable.converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-    from converters.storage.object_store import RemotePath
+    from portable.converters.storage.object_store import RemotePath
 
     # Both have exists, is_file, is_dir, iterdir, read_bytes, name, parent and `/`.
     Place = Union[Path, RemotePath]  # noqa: UP007
@@ -50,7 +50,7 @@ def place(named: str | Place) -> Place:
         return named
     named = expanded(named)
     if is_url(named):
-        from converters.storage.object_store import RemotePath  # a run on a disk never loads it
+        from portable.converters.storage.object_store import RemotePath  # a run on a disk never loads it
 
         return RemotePath.of(named)
     named = without_file(named)

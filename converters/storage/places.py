@@ -2,7 +2,7 @@
 
 Each function takes a `Path` or a `RemotePath`, and nothing above this module asks which one a place is. A
 place is read with the methods that both have (`iterdir`, `stat`, `read_bytes`, `/`). What is whole is told by
-a rename on a disk, and by `converters.storage.completion_markers` in a store.
+a rename on a disk, and by `portable.converters.storage.completion_markers` in a store.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin
-from converters.storage.listed import Object
-from converters.storage.path_or_url import in_store
-from converters.storage.safe_open import LinkError, open_new, open_regular, real_path
+from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin
+from portable.converters.storage.listed import Object
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.safe_open import LinkError, open_new, open_regular, real_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from converters.storage.object_store import RemotePath
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.object_store import RemotePath
+    from portable.converters.storage.path_or_url import Place
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -165,7 +165,7 @@ def side_by_side(place: Place) -> int | None:
     """How many files to read at a time; None for as many as there are cores."""
     if not in_store(place):
         return None
-    from converters.storage.object_store import connections
+    from portable.converters.storage.object_store import connections
 
     return connections()
 
@@ -188,7 +188,7 @@ def map_ahead(folder: Place, function: Callable[[T], R], items: Iterable[T]) -> 
     if not in_store(folder):
         yield from map(function, items)
         return
-    from converters.storage.object_store import connections, in_thread, wait_for
+    from portable.converters.storage.object_store import connections, in_thread, wait_for
 
     waiting = iter(items)
     running = deque(in_thread(partial(function, item)) for item in islice(waiting, connections()))
@@ -251,7 +251,7 @@ def move_folder(folder: P, target: P) -> P:
 def remove_folder(folder: Place) -> None:
     """Delete a folder, which no longer counts from the first deletion on, and abort uploads left open."""
     if in_store(folder):
-        from converters.storage.object_store import abort_uploads
+        from portable.converters.storage.object_store import abort_uploads
 
         abort_uploads(folder)
         if names := folder.objects():

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.storage.bytes import SourceFile
-from converters.storage.object_store import check_process, in_thread
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.bytes import SourceFile
+from portable.converters.storage.object_store import check_process, in_thread
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from converters.storage.object_store import RemotePath
+    from portable.converters.storage.object_store import RemotePath
 
 # The longest run, and the shortest of data and of headers.
 RUN_BYTES, DATA_BYTES, HEADER_BYTES = 4 << 20, 512 << 10, 64 << 10

@@ -14,11 +14,11 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
-from converters.storage.path_or_url import in_store
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.path_or_url import in_store
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 # No configuration, JSON state or log is larger.
 SMALL = 64 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from converters.errors import CheckpointError, redact_credentials, to_printable
+from portable.converters.errors import CheckpointError, redact_credentials, to_printable
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})|status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")

@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.storage.bytes import Memory
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.tensor import Box, Tensor, View
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.bytes import Memory
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.tensors.tensor import Shape
+    from portable.converters.tensors.tensor import Shape
 
 ZEROS = ""
 """Source of a tile that is filled with zeros."""

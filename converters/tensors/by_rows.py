@@ -6,15 +6,15 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-from converters.errors import CheckpointError
-from converters.numeric import np
-from converters.tensors.casting import round_to_dtype
-from converters.tensors.dtypes import get_itemsize, map_numpy_dtypes, to_numpy_dtype
-from converters.tensors.tensor import Tensor
+from portable.converters.errors import CheckpointError
+from portable.converters.numeric import np
+from portable.converters.tensors.casting import round_to_dtype
+from portable.converters.tensors.dtypes import get_itemsize, map_numpy_dtypes, to_numpy_dtype
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import Touched
-    from converters.tensors.tensor import Array, Shape
+    from portable.converters.storage.bytes import Touched
+    from portable.converters.tensors.tensor import Array, Shape
 
 BLOCK = 1 << 16
 """Elements that are computed at once."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError, CommandError
-from converters.numeric import np
-from converters.options import DTYPES
-from converters.tensors.dtypes import CASTABLE, SUPPORTED, to_numpy_dtype
+from portable.converters.errors import CheckpointError, CommandError
+from portable.converters.numeric import np
+from portable.converters.options import DTYPES
+from portable.converters.tensors.dtypes import CASTABLE, SUPPORTED, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from converters.storage.bytes import Touched
-    from converters.tensors.tensor import Array, Tensor
+    from portable.converters.storage.bytes import Touched
+    from portable.converters.tensors.tensor import Array, Tensor
 
 # Of the source dtype. A conversion holds one block and its cast copy per thread; both fit a core's cache.
 # With smaller blocks, threads wait for the interpreter's lock between them.

@@ -10,17 +10,17 @@ import threading
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from converters.numeric import np
-from converters.storage.bytes import Memory
-from converters.tensors.by_rows import ComputedRows, make_fill
-from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
+from portable.converters.numeric import np
+from portable.converters.storage.bytes import Memory
+from portable.converters.tensors.by_rows import ComputedRows, make_fill
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.storage.bytes import Touched
-    from converters.tensors.tensor import Array, Shape
+    from portable.converters.storage.bytes import Touched
+    from portable.converters.tensors.tensor import Array, Shape
 
 # Elements of a block: its float32 copy and the product that is added to it fit a core's cache.
 _BLOCK = 1 << 17

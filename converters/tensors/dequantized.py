@@ -10,23 +10,23 @@ from __future__ import annotations
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.numeric import np
-from converters.tensors.by_rows import (
+from portable.converters.errors import CheckpointError
+from portable.converters.numeric import np
+from portable.converters.tensors.by_rows import (
     ComputedRows,
     build_computed_tensor,
     read_region,
     read_rows,
     require_tensor,
 )
-from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
-from converters.tensors.tensor import Tensor
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.storage.bytes import Touched
-    from converters.tensors.tensor import Array, Shape
+    from portable.converters.storage.bytes import Touched
+    from portable.converters.tensors.tensor import Array, Shape
 
 _TRANSPOSED_BLOCK = 1 << 21  # elements; such layouts read all their bytes once for each block
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

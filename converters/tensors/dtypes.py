@@ -9,8 +9,8 @@ import struct
 from functools import cache
 from typing import Any
 
-from converters.errors import CheckpointError
-from converters.numeric import ml_dtypes, np
+from portable.converters.errors import CheckpointError
+from portable.converters.numeric import ml_dtypes, np
 
 _TABLE: tuple[tuple[str, int, str, str], ...] = (
     # safetensors name, bytes per element, torch dtype, torch storage class

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.dtypes import get_itemsize
 
 if TYPE_CHECKING:
-    from converters.tensors.tensor import Tensor
+    from portable.converters.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.tensors.by_rows import build_computed_tensor, read_rows
-from converters.tensors.casting import round_to_dtype
+from portable.converters.tensors.by_rows import build_computed_tensor, read_rows
+from portable.converters.tensors.casting import round_to_dtype
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import Touched
-    from converters.tensors.tensor import Array, Shape, Tensor
+    from portable.converters.storage.bytes import Touched
+    from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
 BLOCK = 32  # elements, of each of these kinds

@@ -1,8 +1,8 @@
 """Floats as codes and scales, computed a few rows at a time while they are read.
 
-The inverse of `converters.tensors.dequantized`. Each function takes the float tensor of one weight and
-returns the tensors that its format stores for it. A scale belongs to a block of a matrix and comes from the
-largest magnitude in it, as the format's own program computes it without calibration data.
+The inverse of `portable.converters.tensors.dequantized`. Each function takes the float tensor of one weight
+and returns the tensors that its format stores for it. A scale belongs to a block of a matrix and comes from
+the largest magnitude in it, as the format's own program computes it without calibration data.
 """
 
 from __future__ import annotations
@@ -11,18 +11,24 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.numeric import np
-from converters.storage.bytes import Memory
-from converters.tensors.by_rows import BLOCK, build_computed_tensor, read_region, read_rows, require_tensor
-from converters.tensors.casting import round_to_dtype
-from converters.tensors.dtypes import to_numpy_dtype
-from converters.tensors.tensor import Tensor
+from portable.converters.errors import CheckpointError
+from portable.converters.numeric import np
+from portable.converters.storage.bytes import Memory
+from portable.converters.tensors.by_rows import (
+    BLOCK,
+    build_computed_tensor,
+    read_region,
+    read_rows,
+    require_tensor,
+)
+from portable.converters.tensors.casting import round_to_dtype
+from portable.converters.tensors.dtypes import to_numpy_dtype
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import Touched
-    from converters.tensors.by_rows import RowFunction
-    from converters.tensors.tensor import Array, Shape
+    from portable.converters.storage.bytes import Touched
+    from portable.converters.tensors.by_rows import RowFunction
+    from portable.converters.tensors.tensor import Array, Shape
 
 _MOST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "FP4": 6.0}
 _FLOATS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "FP4": (2, 1)}  # bits of exponent and of mantissa

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.numeric import np
-from converters.tensors.by_rows import build_computed_tensor
-from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
-from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
+from portable.converters.numeric import np
+from portable.converters.tensors.by_rows import build_computed_tensor
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.storage.bytes import Source, Touched
-    from converters.tensors.tensor import Array, Shape
+    from portable.converters.storage.bytes import Source, Touched
+    from portable.converters.tensors.tensor import Array, Shape
 
 # Bytes of a transposed matrix that are gathered at once. The source is read once for each, so of each of its
 # rows a page at the least, as long as the tile is not too large.

@@ -8,11 +8,11 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.errors import CheckpointError
-from converters.numeric import np
-from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
-from converters.tensors.dtypes import get_itemsize, to_numpy_dtype, unpack_numbers
-from converters.tensors.tiling import check_boxes_tile
+from portable.converters.errors import CheckpointError
+from portable.converters.numeric import np
+from portable.converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype, unpack_numbers
+from portable.converters.tensors.tiling import check_boxes_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +95,7 @@ class Tensor:
     a slice loads only the parts of the boxes that overlap with it.
 
     Example:
-        >>> from converters import open_checkpoint
+        >>> from portable.converters import open_checkpoint
         >>> weight = open_checkpoint("runs/quickstart").tensors["model.embed_tokens.weight"]
         >>> first_rows = weight.read(slice(0, 16))
 

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

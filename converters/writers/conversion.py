@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import to_json_value
-from converters.errors import CheckpointError, OptimizerStateError
-from converters.limits import MAX_GROUP_VALUES
-from converters.names.code_names import find_quantized_modules
-from converters.options import EXPANSION
-from converters.storage.bytes import Memory
-from converters.storage.output_file import FLUSH_BYTES
-from converters.storage.path_or_url import in_store, resolve_links
-from converters.storage.places import files_below, side_by_side
-from converters.storage.safe_open import open_regular
-from converters.tensors.casting import BLOCK_BYTES, CastLosses, cast_blocks, cast_dtype, parse_dtype
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.entry import OutputTensor
-from converters.tensors.tensor import Tensor
-from converters.writers.draft import check_output, join_output, open_output
-from converters.writers.parallel import count_threads, interleave_jobs, run_jobs
-from converters.writers.plan import ConversionPlan, Part, PlannedFile, Trailer, count_bytes
-from converters.writers.writer_group import check_same_plan, compute_plan_digest, deal_files
+from portable.converters.containers.pickle_reader import to_json_value
+from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.limits import MAX_GROUP_VALUES
+from portable.converters.names.code_names import find_quantized_modules
+from portable.converters.options import EXPANSION
+from portable.converters.storage.bytes import Memory
+from portable.converters.storage.output_file import FLUSH_BYTES
+from portable.converters.storage.path_or_url import in_store, resolve_links
+from portable.converters.storage.places import files_below, side_by_side
+from portable.converters.storage.safe_open import open_regular
+from portable.converters.tensors.casting import BLOCK_BYTES, CastLosses, cast_blocks, cast_dtype, parse_dtype
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.entry import OutputTensor
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.writers.draft import check_output, join_output, open_output
+from portable.converters.writers.parallel import count_threads, interleave_jobs, run_jobs
+from portable.converters.writers.plan import ConversionPlan, Part, PlannedFile, Trailer, count_bytes
+from portable.converters.writers.writer_group import check_same_plan, compute_plan_digest, deal_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Unpack
 
-    from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
-    from converters.storage.bytes import FileSpan, Touched
-    from converters.storage.output_file import Piece
-    from converters.storage.path_or_url import Place
-    from converters.writers.draft import FolderOutput
-    from converters.writers.parallel import Job, Progress
-    from converters.writers.remote_draft import StoreOutput, StoreUploads, UploadedPiece
-    from converters.writers.writer_group import WriterGroup
+    from portable.converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
+    from portable.converters.storage.bytes import FileSpan, Touched
+    from portable.converters.storage.output_file import Piece
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.draft import FolderOutput
+    from portable.converters.writers.parallel import Job, Progress
+    from portable.converters.writers.remote_draft import StoreOutput, StoreUploads, UploadedPiece
+    from portable.converters.writers.writer_group import WriterGroup
 
     Output = FolderOutput | StoreOutput | StoreUploads
     OutputPiece = Piece | UploadedPiece

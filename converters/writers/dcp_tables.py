@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from isal import isal_zlib
 
-from converters.formats.dcp.checksums import CHECKSUMS, TABLES_VERSION
-from converters.storage.output_file import write_file
-from converters.tensors.dtypes import TO_TORCH
-from converters.writers.torchzip_writer import (
+from portable.converters.formats.dcp.checksums import CHECKSUMS, TABLES_VERSION
+from portable.converters.storage.output_file import write_file
+from portable.converters.tensors.dtypes import TO_TORCH
+from portable.converters.writers.torchzip_writer import (
     PickledCall,
     PickledGlobal,
     PickledObject,
@@ -37,8 +37,8 @@ from converters.writers.torchzip_writer import (
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from converters.storage.path_or_url import Place
-    from converters.writers.torchzip_writer import Memo
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.torchzip_writer import Memo
 
 Dims = tuple[int, ...]
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -81,7 +81,7 @@ class WrittenPiece:
         sizes: Shape of the piece.
         offset: Position of the item in the file in bytes.
         length: Size of the item in the file in bytes.
-        checksum: CRC32 of the item, see `converters.read_item_checksums`.
+        checksum: CRC32 of the item, see `portable.converters.read_item_checksums`.
     """
 
     key: str

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import prepare_companions
-from converters.errors import CheckpointError
-from converters.formats.dcp.reader import read_tensors
-from converters.names.tied_weights import OTHER_HEAD, find_implied_ties
-from converters.storage.safe_open import read_small_table
-from converters.tensors.dtypes import TO_TORCH
-from converters.tensors.entry import OutputTensor
-from converters.writers.conversion import (
+from portable.converters.config_and_tokenizer_files import prepare_companions
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.dcp.reader import read_tensors
+from portable.converters.names.tied_weights import OTHER_HEAD, find_implied_ties
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors.dtypes import TO_TORCH
+from portable.converters.tensors.entry import OutputTensor
+from portable.converters.writers.conversion import (
     Choices,
     list_model_entries,
     list_optimizer_entries,
@@ -25,8 +25,8 @@ from converters.writers.conversion import (
     split_into_shards,
     to_plain_groups,
 )
-from converters.writers.plan import ConversionPlan, Part, PlannedFile
-from converters.writers.torchzip_writer import (
+from portable.converters.writers.plan import ConversionPlan, Part, PlannedFile
+from portable.converters.writers.torchzip_writer import (
     PickledCall,
     PickledGlobal,
     PickledObject,
@@ -36,7 +36,7 @@ from converters.writers.torchzip_writer import (
 )
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Checkpoint
+    from portable.converters.checkpoint import Checkpoint
 
 Key = tuple[str | int, ...]
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"

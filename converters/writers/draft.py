@@ -8,26 +8,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import list_companion_names
-from converters.errors import CommandError
-from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
-from converters.storage.path_or_url import in_store, is_within, resolve_links
-from converters.storage.places import copy_file, sync
-from converters.writers.replace_folder import (
+from portable.converters.config_and_tokenizer_files import list_companion_names
+from portable.converters.errors import CommandError
+from portable.converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
+from portable.converters.storage.path_or_url import in_store, is_within, resolve_links
+from portable.converters.storage.places import copy_file, sync
+from portable.converters.writers.replace_folder import (
     check_replaceable,
     create_temporary,
     recover_folder,
     release_lock,
     replace_folder,
 )
-from converters.writers.writer_group import check_size
+from portable.converters.writers.writer_group import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from converters.storage.bytes import FileSpan
-    from converters.storage.path_or_url import Place
-    from converters.writers.remote_draft import StoreOutput, StoreUploads
+    from portable.converters.storage.bytes import FileSpan
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.remote_draft import StoreOutput, StoreUploads
 
 
 def check_output(
@@ -72,7 +72,7 @@ def check_output(
         if out.exists() and not overwrite:
             raise CommandError(f"{out}: exists already; give another file or --overwrite")
     elif in_store(target):
-        from converters.writers.remote_draft import check_prefix
+        from portable.converters.writers.remote_draft import check_prefix
 
         check_prefix(target, overwrite=overwrite)
     elif not in_store(out):
@@ -182,7 +182,7 @@ def open_output(
         CheckpointError: no space, no permission, or any other failure to write.
     """
     if in_store(target):
-        from converters.writers.remote_draft import StoreOutput
+        from portable.converters.writers.remote_draft import StoreOutput
 
         store_output = StoreOutput(
             target, overwrite=overwrite, names=names, facts=facts or {}, single=single, shared=shared
@@ -232,7 +232,7 @@ def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUpload
         CheckpointError: If this process does not see the folder, or cannot write into it.
     """
     if in_store(target):
-        from converters.writers.remote_draft import StoreUploads
+        from portable.converters.writers.remote_draft import StoreUploads
 
         uploads = StoreUploads(target)
         try:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from math import pi, sqrt
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from converters.errors import CheckpointError
-from converters.names.earlier_keys import remove_earlier_keys
-from converters.options import is_unset
+from portable.converters.errors import CheckpointError
+from portable.converters.names.earlier_keys import remove_earlier_keys
+from portable.converters.options import is_unset
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 _LARGEST = (3e38, 1 << 24)  # of a float32, about, and of a count
 _SHOWN = 60

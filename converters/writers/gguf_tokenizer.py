@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import GENERATION
-from converters.storage.safe_open import read_small, read_small_table
+from portable.converters.config_and_tokenizer_files import GENERATION
+from portable.converters.storage.safe_open import read_small, read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.checkpoint import Checkpoint
+    from portable.converters.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 

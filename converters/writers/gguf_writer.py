@@ -1,7 +1,7 @@
 """Write a checkpoint as a GGUF file, which llama.cpp runs.
 
-`converters.writers.gguf_models` says which models and settings. Matrices are written as they are, or as
-`--dtype` says (also q8_0, q4_0 and mxfp4); norms, biases and other vectors in float32, as llama.cpp wants
+`portable.converters.writers.gguf_models` says which models and settings. Matrices are written as they are, or
+as `--dtype` says (also q8_0, q4_0 and mxfp4); norms, biases and other vectors in float32, as llama.cpp wants
 them. Names, keys and types are those of the package `gguf`; tensors are streamed as in every other format.
 
 Source: https://github.com/ggml-org/ggml, docs/gguf.md.
@@ -15,18 +15,18 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, to_printable
-from converters.names.known_words import find_unknown_names
-from converters.names.model_config import check_fits
-from converters.numeric import np
-from converters.storage.bytes import Memory
-from converters.storage.folder import Folder
-from converters.tensors.casting import parse_dtype
-from converters.tensors.computed import Affine, apply_edits
-from converters.tensors.dtypes import CASTABLE
-from converters.tensors.entry import OutputTensor
-from converters.tensors.ggml import BLOCK, KINDS, quantize_to_ggml
-from converters.tensors.rearranged import (
+from portable.converters.errors import CheckpointError, CommandError, to_printable
+from portable.converters.names.known_words import find_unknown_names
+from portable.converters.names.model_config import check_fits
+from portable.converters.numeric import np
+from portable.converters.storage.bytes import Memory
+from portable.converters.storage.folder import Folder
+from portable.converters.tensors.casting import parse_dtype
+from portable.converters.tensors.computed import Affine, apply_edits
+from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.entry import OutputTensor
+from portable.converters.tensors.ggml import BLOCK, KINDS, quantize_to_ggml
+from portable.converters.tensors.rearranged import (
     concat_tensors,
     permute_split_dims,
     reshape_tensor,
@@ -34,20 +34,20 @@ from converters.tensors.rearranged import (
     slice_tensor,
     transpose_matrix,
 )
-from converters.tensors.tensor import Tensor
-from converters.writers.conversion import list_model_entries
-from converters.writers.gguf_models import MODELS, read_settings
-from converters.writers.gguf_tokenizer import add_tokenizer
-from converters.writers.plan import ConversionPlan, Part, PlannedFile
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.writers.conversion import list_model_entries
+from portable.converters.writers.gguf_models import MODELS, read_settings
+from portable.converters.writers.gguf_tokenizer import add_tokenizer
+from portable.converters.writers.plan import ConversionPlan, Part, PlannedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from converters.adapters.adapter import StoredAdapter
-    from converters.checkpoint import Checkpoint
-    from converters.storage.path_or_url import Place
-    from converters.writers.conversion import Choices
-    from converters.writers.gguf_models import Model, Settings
+    from portable.converters.adapters.adapter import StoredAdapter
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.conversion import Choices
+    from portable.converters.writers.gguf_models import Model, Settings
 
 FILE = "model.gguf"
 _FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}

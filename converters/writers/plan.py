@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from converters.tensors.casting import BLOCK_BYTES, CastLosses
-from converters.tensors.entry import OutputTensor
-from converters.writers.parallel import count_threads
+from portable.converters.tensors.casting import BLOCK_BYTES, CastLosses
+from portable.converters.tensors.entry import OutputTensor
+from portable.converters.writers.parallel import count_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)

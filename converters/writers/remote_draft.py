@@ -1,10 +1,10 @@
 """An output folder in an object store, which cannot rename folders.
 
 Files are written as multipart uploads, which are invisible. When all are done, the folder is marked as begun
-(`converters.storage.completion_markers`), its old objects are deleted and the uploads completed; the small
-files, the comparison of `--verify` and the completion marker follow. A conversion that fails while uploading
-leaves OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or, near the
-end, a folder marked as incomplete, which is never read.
+(`portable.converters.storage.completion_markers`), its old objects are deleted and the uploads completed; the
+small files, the comparison of `--verify` and the completion marker follow. A conversion that fails while
+uploading leaves OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or,
+near the end, a folder marked as incomplete, which is never read.
 
 The marker of a folder lists every object that was written, with its version (`read_written_objects`). A
 program that writes to the same folder again can thus tell its own objects from those of others.
@@ -18,21 +18,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, CommandError, redact_credentials, to_printable
-from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, complete
-from converters.storage.listed import Object
-from converters.storage.object_store import abort_uploads, connections, part_bytes
-from converters.storage.places import copy_file, is_unfinished
-from converters.storage.safe_open import read_small_table
-from converters.writers.replace_folder import check_replaceable
-from converters.writers.writer_group import check_size
+from portable.converters.errors import CheckpointError, CommandError, redact_credentials, to_printable
+from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, complete
+from portable.converters.storage.listed import Object
+from portable.converters.storage.object_store import abort_uploads, connections, part_bytes
+from portable.converters.storage.places import copy_file, is_unfinished
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.writers.replace_folder import check_replaceable
+from portable.converters.writers.writer_group import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from converters.storage.bytes import FileSpan
-    from converters.storage.object_store import RemotePath
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.bytes import FileSpan
+    from portable.converters.storage.object_store import RemotePath
+    from portable.converters.storage.path_or_url import Place
 
 
 _log = logging.getLogger(__name__)

@@ -18,14 +18,14 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import COMPANIONS
-from converters.errors import CommandError
+from portable.converters.config_and_tokenizer_files import COMPANIONS
+from portable.converters.errors import CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 # What the writers write, but for companions. A folder ends in `/`.
 _WRITTEN = re.compile(

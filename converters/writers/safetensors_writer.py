@@ -15,16 +15,16 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.names import FINGERPRINT
-from converters.config_and_tokenizer_files import prepare_companions
-from converters.containers.shard_index import ADAPTER, GROUPS, INFO, OFFSETS, OPTIMIZER, SINGLE
-from converters.errors import CheckpointError
-from converters.limits import MAX_HEADER
-from converters.storage.folder import Folder
-from converters.storage.output_file import BLOCK_BYTES
-from converters.storage.path_or_url import place
-from converters.tensors.dtypes import get_itemsize
-from converters.writers.conversion import (
+from portable.converters.adapters.names import FINGERPRINT
+from portable.converters.config_and_tokenizer_files import prepare_companions
+from portable.converters.containers.shard_index import ADAPTER, GROUPS, INFO, OFFSETS, OPTIMIZER, SINGLE
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_HEADER
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.output_file import BLOCK_BYTES
+from portable.converters.storage.path_or_url import place
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.writers.conversion import (
     Choices,
     carry_out,
     list_model_entries,
@@ -33,18 +33,18 @@ from converters.writers.conversion import (
     split_into_shards,
     to_plain_groups,
 )
-from converters.writers.plan import ConversionPlan, PlannedFile
+from portable.converters.writers.plan import ConversionPlan, PlannedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Unpack
 
-    from converters.adapters.adapter import StoredAdapter
-    from converters.checkpoint import Checkpoint
-    from converters.storage.path_or_url import Place
-    from converters.tensors.entry import OutputTensor
-    from converters.tensors.tensor import Tensor
-    from converters.writers.conversion import Options
+    from portable.converters.adapters.adapter import StoredAdapter
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.entry import OutputTensor
+    from portable.converters.tensors.tensor import Tensor
+    from portable.converters.writers.conversion import Options
 
 
 def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = False) -> ConversionPlan:
@@ -123,7 +123,7 @@ def _with_optimizer(
     names_written = [file.name for file in files]
 
     def reopen_tensors(folder: Place) -> dict[str, Tensor]:
-        from converters.formats.safetensors import read_file
+        from portable.converters.formats.safetensors import read_file
 
         written = Folder(folder)
         tensors: dict[str, Tensor] = {}

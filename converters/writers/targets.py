@@ -1,7 +1,7 @@
 """The formats that can be written, one function each.
 
 To add one: write `converters/writers/<name>_writer.py` with a function that plans the files, and list it in
-`converters.options.WRITERS`.
+`portable.converters.options.WRITERS`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from converters.errors import CommandError
-from converters.naming import rename_to_live, rename_to_published
-from converters.options import PUBLISHED, WRITERS
-from converters.storage.path_or_url import place
-from converters.writers.conversion import Choices, Options, carry_out
+from portable.converters.errors import CommandError
+from portable.converters.naming import rename_to_live, rename_to_published
+from portable.converters.options import PUBLISHED, WRITERS
+from portable.converters.storage.path_or_url import place
+from portable.converters.writers.conversion import Choices, Options, carry_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
-    from converters.checkpoint import Checkpoint
-    from converters.storage.path_or_url import Place
-    from converters.writers.plan import ConversionPlan
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.plan import ConversionPlan
 
 
 def get_planner(to: str) -> Callable[[Checkpoint, Choices], ConversionPlan]:
@@ -31,7 +31,7 @@ def get_planner(to: str) -> Callable[[Checkpoint, Choices], ConversionPlan]:
     The function raises a `CheckpointError` if the format does not support the checkpoint.
 
     Args:
-        to: Output format, one of `converters.options.WRITERS`.
+        to: Output format, one of `portable.converters.options.WRITERS`.
 
     Returns:
         The function.
@@ -83,7 +83,7 @@ def write_checkpoint(
     Args:
         checkpoint: Checkpoint to write.
         out: Path or URL of the output.
-        to: Output format, one of `converters.options.WRITERS`.
+        to: Output format, one of `portable.converters.options.WRITERS`.
         dtype: Dtype of the weights, see `Choices`.
         max_shard_size: Maximum size of a shard in bytes, see `Choices`.
         optimizer: Whether to also write the optimizer state, see `Choices`.

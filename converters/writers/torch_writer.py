@@ -10,23 +10,23 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import prepare_companions
-from converters.errors import CheckpointError
-from converters.tensors.entry import OutputTensor
-from converters.tensors.tensor import Tensor
-from converters.writers.conversion import (
+from portable.converters.config_and_tokenizer_files import prepare_companions
+from portable.converters.errors import CheckpointError
+from portable.converters.tensors.entry import OutputTensor
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.writers.conversion import (
     Choices,
     list_model_entries,
     list_optimizer_entries,
     require_optimizer,
     to_plain_groups,
 )
-from converters.writers.plan import ConversionPlan, PlannedFile
-from converters.writers.torchzip_writer import plan_torch_file, reopen_tensors
+from portable.converters.writers.plan import ConversionPlan, PlannedFile
+from portable.converters.writers.torchzip_writer import plan_torch_file, reopen_tensors
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Checkpoint, OptimizerState
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Checkpoint, OptimizerState
+    from portable.converters.storage.path_or_url import Place
 
 MODEL, OPTIMIZER = "pytorch_model.bin", "optimizer.pt"
 

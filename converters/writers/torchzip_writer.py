@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.torchzip import TorchZip
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.storage.folder import Folder
-from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, get_itemsize
-from converters.tensors.entry import OutputTensor
-from converters.tensors.tensor import Tensor, compute_row_major_strides
-from converters.writers.plan import Part, Trailer
+from portable.converters.containers.torchzip import TorchZip
+from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.storage.folder import Folder
+from portable.converters.tensors.dtypes import TO_STORAGE, TO_TORCH, get_itemsize
+from portable.converters.tensors.entry import OutputTensor
+from portable.converters.tensors.tensor import Tensor, compute_row_major_strides
+from portable.converters.writers.plan import Part, Trailer
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")

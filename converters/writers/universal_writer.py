@@ -15,19 +15,24 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.config_and_tokenizer_files import prepare_companions
-from converters.errors import CheckpointError, CommandError, OptimizerStateError
-from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
-from converters.tensors.casting import parse_dtype
-from converters.tensors.dtypes import CASTABLE
-from converters.tensors.entry import OutputTensor
-from converters.tensors.tensor import Tensor
-from converters.writers.conversion import Choices, list_model_entries, require_optimizer, to_plain_groups
-from converters.writers.plan import ConversionPlan, PlannedFile
-from converters.writers.torchzip_writer import build_size, plan_torch_file, reopen_tensors
+from portable.converters.config_and_tokenizer_files import prepare_companions
+from portable.converters.errors import CheckpointError, CommandError, OptimizerStateError
+from portable.converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
+from portable.converters.tensors.casting import parse_dtype
+from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.entry import OutputTensor
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.writers.conversion import (
+    Choices,
+    list_model_entries,
+    require_optimizer,
+    to_plain_groups,
+)
+from portable.converters.writers.plan import ConversionPlan, PlannedFile
+from portable.converters.writers.torchzip_writer import build_size, plan_torch_file, reopen_tensors
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Checkpoint, OptimizerState
+    from portable.converters.checkpoint import Checkpoint, OptimizerState
 
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # DeepSpeed compares it with the versions whose layout differs; the layout here is that of this one.

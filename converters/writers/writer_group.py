@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Protocol
 
-from converters.errors import CheckpointError, to_printable
+from portable.converters.errors import CheckpointError, to_printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.storage.path_or_url import Place
-    from converters.writers.plan import ConversionPlan, PlannedFile
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.plan import ConversionPlan, PlannedFile
 
 
 class WriterGroup(Protocol):

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters import Tensor as StoredTensor
-from gpu.zero import config as deepspeed_json
-from gpu.zero import nvme, private_api
-from gpu.zero import optimizer as zero_optimizer
-from gpu.zero import runtime as zero_runtime
-from gpu.zero.deepspeed_loss_scale import DeepSpeedScaler
-from gpu.zero.footprint import footprint
-from gpu.zero.partitions import FlatPartitions, ShardedPartitions
-from gpu.zero.saving import ZeroSaver
-from gpu.zero.settings import ModelSizes, settings_for
 from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import step_of_run
 from portable.checkpoint.match_to_model import stored_state
+from portable.converters import Tensor as StoredTensor
 from portable.engines.experts import called_by_choice, routed
 from portable.engines.generation import continue_text
 from portable.engines.machine import COMPUTE_DTYPES
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.errors import require
 from portable.evaluation.totals import add_to_totals
+from portable.gpu.zero import config as deepspeed_json
+from portable.gpu.zero import nvme, private_api
+from portable.gpu.zero import optimizer as zero_optimizer
+from portable.gpu.zero import runtime as zero_runtime
+from portable.gpu.zero.deepspeed_loss_scale import DeepSpeedScaler
+from portable.gpu.zero.footprint import footprint
+from portable.gpu.zero.partitions import FlatPartitions, ShardedPartitions
+from portable.gpu.zero.saving import ZeroSaver
+from portable.gpu.zero.settings import ModelSizes, settings_for
 from portable.model.freezing import frozen_names
 from portable.model.groups import groups_of
 from portable.model.layers import find_repeated_modules
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from converters import Checkpoint
     from portable.backend import SaveHandle
     from portable.batch import Batch
     from portable.config import RunConfig
+    from portable.converters import Checkpoint
     from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor

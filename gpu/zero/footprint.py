@@ -11,10 +11,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gpu.zero import buckets
-from gpu.zero.checks import OPTIMIZERS
 from portable.config.derived import ZERO
 from portable.engines.volumes import across_nodes, elements
+from portable.gpu.zero import buckets
+from portable.gpu.zero.checks import OPTIMIZERS
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Setting, Traffic, orthogonalizing
 from portable.planner.optimizer_memory import MASTER, user_moment_bytes
 from portable.plugins import names_code

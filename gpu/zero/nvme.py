@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.zero import private_api
-from gpu.zero.builds import wait_for_build
 from portable.errors import UserError, one_line, require
 from portable.formatting import human_bytes
+from portable.gpu.zero import private_api
+from portable.gpu.zero.builds import wait_for_build
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.zero import private_api
-from gpu.zero.builds import wait_for_build
 from portable.engines.machine import COMPUTE_DTYPES
 from portable.errors import UserError, one_line, require
+from portable.gpu.zero import private_api
+from portable.gpu.zero.builds import wait_for_build
 from portable.optim import user_optimizer
 from portable.optim.average import keep_average
 from portable.optim.optimizers import build_optimizer, parameter_groups
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from converters.checkpoint import OptimizerState
-    from gpu.zero.config import Document
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
+    from portable.converters.checkpoint import OptimizerState
+    from portable.gpu.zero.config import Document
     from portable.optim.optimizers import Group
 
 _KEY = "zero_force_ds_cpu_optimizer"

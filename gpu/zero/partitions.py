@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters import CheckpointError
-from converters import Tensor as StoredTensor
-from gpu.zero import private_api
+from portable.converters import CheckpointError
+from portable.converters import Tensor as StoredTensor
+from portable.gpu.zero import private_api
 from portable.model.tensors import fill
 from portable.optim.average import exchange
 from portable.optim.muon import Matrix, spread

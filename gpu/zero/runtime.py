@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from gpu.zero import private_api
 from portable.engines.machine import transport
 from portable.errors import UserError, one_line
+from portable.gpu.zero import private_api
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:

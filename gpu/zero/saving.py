@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpu.zero import private_api
 from portable.checkpoint.store import in_background
 from portable.engines.staging import WriteHandle, staged
 from portable.errors import one_line
+from portable.gpu.zero import private_api
 from portable.model.parameters import adapted, stored_tensors
 from portable.ranks.collectives import background_group, gather_text
 from portable.terminal import native_stdout_closed

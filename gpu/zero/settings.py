@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpu.zero import config as deepspeed_json
-from gpu.zero import nvme
-from gpu.zero.buckets import swap_buffer
+from portable.gpu.zero import config as deepspeed_json
+from portable.gpu.zero import nvme
+from portable.gpu.zero.buckets import swap_buffer
 
 if TYPE_CHECKING:
     from torch import nn

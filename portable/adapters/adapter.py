@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from transformers import Conv1D
 
-from converters import (
+from portable.adapters.initial import NAME, Rows, initial_values
+from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
+from portable.converters import (
     Checkpoint,
     CheckpointError,
     OptimizerState,
@@ -21,12 +23,10 @@ from converters import (
     find_adapter,
     open_checkpoint,
 )
-from converters.adapters.names import PREFIX, parse_name, parse_replacement
-from converters.adapters.patterns import Matcher, PatternError
-from converters.errors import to_printable
-from converters.similar_names import find_similar
-from portable.adapters.initial import NAME, Rows, initial_values
-from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
+from portable.converters.adapters.names import PREFIX, parse_name, parse_replacement
+from portable.converters.adapters.patterns import Matcher, PatternError
+from portable.converters.errors import to_printable
+from portable.converters.similar_names import find_similar
 from portable.errors import UserError, one_line, require
 from portable.model import build as models
 from portable.model.freezing import COMPUTE, freeze, frozen_names
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from converters import Tensor as StoredTensor
-    from converters.adapters.adapter import StoredAdapter as StoredAdapter
     from portable.config import RunConfig
+    from portable.converters import Tensor as StoredTensor
+    from portable.converters.adapters.adapter import StoredAdapter as StoredAdapter
     from portable.model.tensors import ReadableTensor
 
 _COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."

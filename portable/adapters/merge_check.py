@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from converters import Checkpoint, CheckpointError, Tensor, find_adapter
-from converters.adapters.merging import check_base
-from converters.storage.bytes import Memory
+from portable.converters import Checkpoint, CheckpointError, Tensor, find_adapter
+from portable.converters.adapters.merging import check_base
+from portable.converters.storage.bytes import Memory
 from portable.errors import UserError
 from portable.temporary_folder import scratch_folder
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from converters import CheckpointError, open_checkpoint, read_pickled
-from converters import Tensor as StoredTensor
-from converters.naming import rename_to_live
 from portable.checkpoint.store import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
+from portable.converters import CheckpointError, open_checkpoint, read_pickled
+from portable.converters import Tensor as StoredTensor
+from portable.converters.naming import rename_to_live
 from portable.errors import DamagedError
 from portable.model.published import build_name_rules
 from portable.paths import exists, read_json, storage_errors
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from converters import Checkpoint, OptimizerState
-    from converters.storage.path_or_url import Place
     from portable.adapters.adapter import Adapter
+    from portable.converters import Checkpoint, OptimizerState
+    from portable.converters.storage.path_or_url import Place
 
 # The names of this program's checkpoints, including unfinished and damaged ones.
 _OUR_FOLDERS = re.compile(r"\.?step-\d{6,}(\.partial|\.damaged)?")
@@ -147,7 +147,7 @@ class ExternalCheckpoint:
         Raises:
             CheckpointError: if the sizes differ from those of ``model``.
         """
-        from converters.formats.torchtitan import rename_from_torchtitan
+        from portable.converters.formats.torchtitan import rename_from_torchtitan
 
         checkpoint = rename_from_torchtitan(self.checkpoint, model.config.to_dict())
         live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters import CheckpointError
+from portable.converters import CheckpointError
 from portable.model.parameters import stored_tensors, tied_names
 from portable.model.reach import get_unreached_names
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from converters import Checkpoint
-    from converters import Tensor as StoredTensor
+    from portable.converters import Checkpoint
+    from portable.converters import Tensor as StoredTensor
     from portable.model.tensors import ReadableTensor
 
 

@@ -11,12 +11,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters import Checkpoint, CheckpointError
-from converters import Tensor as StoredTensor
-from converters.checkpoint import OptimizerState
-from converters.errors import OptimizerStateError
 from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
 from portable.config.origins import shown
+from portable.converters import Checkpoint, CheckpointError
+from portable.converters import Tensor as StoredTensor
+from portable.converters.checkpoint import OptimizerState
+from portable.converters.errors import OptimizerStateError
 from portable.errors import DamagedError, UserError
 from portable.model.groups import groups_of
 from portable.model.parameters import embeddings, stored_tensors, tied_names

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder ``<run>/checkpoints/step-000100/``. It contains the shards in the strategy's native
 format, the model's config and tokenizer, ``trainer_state.json``, and a manifest with the checksums of all
-files (see :mod:`converters.manifest`).
+files (see :mod:`portable.converters.manifest`).
 
 On a shared disk, the ranks write to ``.step-000100.partial``, which rank 0 renames once all files are
 complete. A folder named after a step is therefore always a complete checkpoint, even if the run was killed.
@@ -23,10 +23,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic
 
-from converters import compute_entries, format_manifest
-from converters.manifest import MANIFEST
-from converters.storage.path_or_url import is_within, resolve_links
-from converters.storage.places import (
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
+from portable.converters import compute_entries, format_manifest
+from portable.converters.manifest import MANIFEST
+from portable.converters.storage.path_or_url import is_within, resolve_links
+from portable.converters.storage.places import (
     PARTIAL,
     P,
     folders_in,
@@ -38,9 +39,8 @@ from converters.storage.places import (
     set_aside,
     unused_name,
 )
-from converters.storage.store_errors import RetriesUsedUpError
-from converters.writers.replace_folder import exchange
-from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
+from portable.converters.storage.store_errors import RetriesUsedUpError
+from portable.converters.writers.replace_folder import exchange
 from portable.errors import RunError, UserError, one_line
 from portable.paths import exists, place_of, storage_errors, sync_folder, sync_tree
 from portable.terminal import tell
@@ -48,10 +48,10 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from converters.manifest import Entries
-    from converters.storage.path_or_url import Place
     from portable.backend import Backend, SaveHandle
     from portable.config import RunConfig
+    from portable.converters.manifest import Entries
+    from portable.converters.storage.path_or_url import Place
     from portable.output.publisher import Publisher
 
 CHECKPOINTS = "checkpoints"

@@ -8,8 +8,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-from converters import CheckpointError, check_manifest
-from converters.manifest import MANIFEST
+from portable.converters import CheckpointError, check_manifest
+from portable.converters.manifest import MANIFEST
 from portable.errors import DamagedError, UserError, one_line
 from portable.evaluation.best_tracker import EvalHistory
 from portable.paths import read_json, write_durably
@@ -17,7 +17,7 @@ from portable.paths import read_json, write_durably
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 FORMAT_VERSION = 2
 """Version 1 had no manifest."""

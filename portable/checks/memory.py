@@ -1,6 +1,6 @@
 """Rules about memory, sharding and torch.compile.
 
-Rules that only hold for ZeRO are in :mod:`gpu.zero.checks`.
+Rules that only hold for ZeRO are in :mod:`portable.gpu.zero.checks`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.storage.path_or_url import is_url
-from converters.storage.store_errors import find_repository
 from portable.config.rules import Problem
+from portable.converters.storage.path_or_url import is_url
+from portable.converters.storage.store_errors import find_repository
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,9 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, format_exit_codes, wrap_main
-from converters.console import escape_control_characters, print_error, print_line
-from converters.errors import to_printable
+from portable.converters.commands import (
+    DONE,
+    FAILED,
+    REFUSED,
+    Parser,
+    ShowVersion,
+    format_exit_codes,
+    wrap_main,
+)
+from portable.converters.console import escape_control_characters, print_error, print_line
+from portable.converters.errors import to_printable
 from portable.errors import RunError, UserError, one_line
 from portable.paths import FINAL, read_json
 from portable.terminal import loading, tell
@@ -195,7 +203,7 @@ def _add_adapter(model: Any, folder: Path) -> Any:
     """Add an adapter to its base model, whose vocabulary grows if the adapter has more rows."""
     from peft import PeftModel
 
-    from converters import open_checkpoint
+    from portable.converters import open_checkpoint
 
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise UserError(f"RUN: {folder} has no {ADAPTER_WEIGHTS}; export the run again")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import shtab
 
-from converters.cli import build_parser as convert_parser
-from converters.commands import Parser
-from converters.console import print_line
 from portable.command_line import TrainOptions
 from portable.commands.chat import build_chat_parser
 from portable.commands.data import DataOptions
 from portable.config import keys
 from portable.config.run_config import RunConfig
+from portable.converters.cli import build_parser as convert_parser
+from portable.converters.commands import Parser
+from portable.converters.console import print_line
 from portable.planner.cli import PlanOptions
 from portable.reporting.html_report import parser_of as report_parser
 

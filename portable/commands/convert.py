@@ -1,7 +1,7 @@
-"""``portable-convert``: :mod:`converters.cli` of the package beside this one, whatever PYTHONPATH has."""
+"""``portable-convert``: the command line of :mod:`portable.converters.cli`."""
 
 from __future__ import annotations
 
-from converters.cli import main
+from portable.converters.cli import main
 
 __all__ = ["main"]

@@ -7,11 +7,11 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from converters.commands import DONE, FAILED, REFUSED, format_exit_codes, wrap_main
-from converters.console import print_line
 from portable.checks import check
 from portable.command_line import CommandOptions, Count, read_command
 from portable.config.types import PathText  # noqa: TC001  (pydantic reads it)
+from portable.converters.commands import DONE, FAILED, REFUSED, format_exit_codes, wrap_main
+from portable.converters.console import print_line
 from portable.errors import RunError, UserError, report
 from portable.formatting import human_count
 from portable.paths import place_of
@@ -53,7 +53,7 @@ class DataOptions(CommandOptions):
 
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-data`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
+    """Run ``portable-data``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
     if argv is None:
         argv = sys.argv[1:]
         # transformers would import torch_xla, which takes seconds, warns, and is not needed here.
@@ -77,8 +77,8 @@ def run(argv: Sequence[str]) -> int:
     number, count = _part(given.get("part", "1/1"))
     out = place_of("--out", given["out"])
     with loading():
-        from converters.writers.parallel import count_cores
         from portable.adapters.settings import with_exports
+        from portable.converters.writers.parallel import count_cores
         from portable.data.dataset import open_sources
         from portable.data.pretokenize import pretokenize
         from portable.data.sources.opening import StreamedFiles

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import get_terminal_width, print_line
 from portable.adapters.assemble import looked_at
 from portable.batch_plan import describe_padding, total_steps
 from portable.checkpoint.external import open_for_model, state_of_run
@@ -16,6 +15,7 @@ from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.config import dump_yaml, find_changes
 from portable.config.derived import classify_training, find_training_defaults
 from portable.config.sources import evaluation_names
+from portable.converters.console import get_terminal_width, print_line
 from portable.engines.transforms import describe_transforms
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
@@ -39,12 +39,12 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from converters.storage.path_or_url import Place
     from portable.adapters.adapter import Adapter
     from portable.adapters.assemble import Assembled
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
+    from portable.converters.storage.path_or_url import Place
     from portable.data.sizes import DataSizes
     from portable.run.stages import Resolved
 

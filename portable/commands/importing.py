@@ -7,14 +7,14 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.commands import Parser
-from converters.console import print_error, print_line
 from portable.checks import check
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.validation import find_mistake
 from portable.config.yaml_text import Document, parse, parse_file, read_text
 from portable.config.yaml_writer import as_yaml
+from portable.converters.commands import Parser
+from portable.converters.console import print_error, print_line
 from portable.data.sources.opening import recognise_format
 from portable.errors import USER_ERROR, MistakesError, UserError, one_line
 from portable.formatting import human_count

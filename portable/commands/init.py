@@ -11,12 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import Parser
-from converters.console import print_line
 from portable.commands.machines import launch_file, targets, write_new
 from portable.config import load_config
 from portable.config.yaml_text import parse
 from portable.config.yaml_writer import as_yaml
+from portable.converters.commands import Parser
+from portable.converters.console import print_line
 from portable.errors import UserError, require
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import portable
-from converters.storage.path_or_url import is_url
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
+from portable.converters.storage.path_or_url import is_url
 from portable.errors import UserError, require
 from portable.planner.device_lookup import parse_devices, rented
 from portable.terminal import tell
@@ -295,7 +295,7 @@ def _values(
     of_text, of_labels = _INDENTS.get(target, (0, 0))
     # Kubernetes fills in $(NAME), and reads $$ as $.
     text = config_file.read_text("utf-8").replace("$", "$$").removesuffix("\n").split("\n")
-    cloud = Path(portable.__file__).resolve().parents[1] / "tpu" / "scripts" / "cloud.sh"
+    cloud = Path(portable.__file__).parent / "tpu" / "scripts" / "cloud.sh"
     return {
         "name": re.sub("[^a-z0-9]+", "-", config_file.stem.lower()).strip("-")[:40] or "run",
         "config": config_file.name,

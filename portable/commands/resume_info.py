@@ -6,10 +6,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, get_args
 
-from converters import CheckpointError
-from converters.console import print_line, wrap_lines
-from converters.storage.path_or_url import in_store
-from converters.storage.places import files_below
 from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
@@ -18,6 +14,10 @@ from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.checks import check
 from portable.config import load_config
 from portable.config.run_config import Strategy
+from portable.converters import CheckpointError
+from portable.converters.console import print_line, wrap_lines
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.places import files_below
 from portable.errors import DamagedError, UserError, one_line
 from portable.formatting import human_bytes, human_count, table
 from portable.output.existing_run import existing_run
@@ -25,8 +25,8 @@ from portable.paths import CONFIG_FILE, exists, place_of, storage_errors
 from portable.registry import backend_package, resolve_backend
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
     from portable.config import RunConfig
+    from portable.converters.storage.path_or_url import Place
 
 
 MAX_WORLD_SIZE = 1 << 16
@@ -34,7 +34,7 @@ MAX_WORLD_SIZE = 1 << 16
 
 
 def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
-    from converters import CheckpointError, open_checkpoint
+    from portable.converters import CheckpointError, open_checkpoint
 
     try:
         checkpoint = open_checkpoint(folder)

@@ -6,9 +6,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from converters.console import print_line
 from portable.adapters.assemble import assemble
 from portable.batch_plan import total_steps
+from portable.converters.console import print_line
 from portable.data.preview import in_words, preview
 from portable.errors import UserError
 from portable.model import build as models

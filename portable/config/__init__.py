@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.lazy import make_lazy_getattr
+from portable.converters.lazy import make_lazy_getattr
 
 if TYPE_CHECKING:
     from portable.config.load import load_config

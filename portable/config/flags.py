@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
-from converters.storage.path_or_url import expanded
 from portable.config import keys
 from portable.config.origins import Assignment, Origin
 from portable.config.suggestions import find_remedy, suggest_key
 from portable.config.yaml_text import parse_mapping, parse_value
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.path_or_url import expanded
 from portable.errors import UserError
 
 if TYPE_CHECKING:

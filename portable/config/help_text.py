@@ -7,11 +7,11 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from converters.commands import format_exit_codes
 from portable.config import keys
 from portable.config.derived import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
 from portable.config.same_run import ADJUSTABLE
 from portable.config.suggestions import suggest_key
+from portable.converters.commands import format_exit_codes
 from portable.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from portable.config.yaml_text import MAX_BYTES, parse_file
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
     Source = Union[str, Place, Mapping[str, Any]]  # noqa: UP007
     """A YAML file, or its content."""

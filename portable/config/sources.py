@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.similar_names import suggest_name
 from portable.config.rules import Problem
 from portable.config.sections import DataConfig, MixedSource, SourceConfig
+from portable.converters.similar_names import suggest_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

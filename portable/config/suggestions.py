@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from converters.similar_names import suggest_name
+from portable.converters.similar_names import suggest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -17,9 +17,9 @@ from pydantic import (
     field_validator,
 )
 
-from converters.errors import CheckpointError
-from converters.storage.path_or_url import expanded, is_url
 from portable import plugins
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.path_or_url import expanded, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from converters.storage.path_or_url import in_store, suggest_path
 from portable.config.yaml_faults import explain_fault
+from portable.converters.storage.path_or_url import in_store, suggest_path
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
     from portable.config.origins import Path
+    from portable.converters.storage.path_or_url import Place
 
 MAX_BYTES = 1 << 20
 """Size of a config file at most."""

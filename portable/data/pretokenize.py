@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from converters.storage.path_or_url import in_store
-from converters.storage.places import files_below, make_folder, put_folder
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.places import files_below, make_folder, put_folder
 from portable.data.sources.documents import NoTextError
 from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, shard_folder
 from portable.data.tokens.cache import TokenCache
@@ -27,7 +27,7 @@ from portable.temporary_folder import scratch_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
     from portable.data.sources.opening import StreamedFiles
     from portable.data.sources.source import Shard
     from portable.data.tokenization import TokenizationContext

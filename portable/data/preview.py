@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.console import escape_control_characters
 from portable.batch import IGNORED
+from portable.converters.console import escape_control_characters
 from portable.data.samples.base import sequence
 from portable.data.tokens.bounded_tokenizer import decode
 

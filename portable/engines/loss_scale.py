@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 _FILE = "loss_scale.json"
 STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -1,7 +1,7 @@
 """The keys of a DeepSpeed JSON that are settings here, have no effect, or are refused.
 
 All other keys are passed on to DeepSpeed, in ``deepspeed.config``. DeepSpeed itself judges them when a run
-starts (:mod:`gpu.zero.config`), so this module works without DeepSpeed.
+starts (:mod:`portable.gpu.zero.config`), so this module works without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from converters.similar_names import suggest_name
 from portable.config.origins import shown
+from portable.converters.similar_names import suggest_name
 from portable.errors import UserError, one_line, require
 from portable.importing.foreign_file import ForeignKey, NoCounterpart, NoEffect, Settings
 from portable.importing.foreign_keys import Ignored, NeverFalse, Refused, Setting, Several, Words, choose

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.similar_names import find_similar
 from portable.config.origins import Origin, shown
 from portable.config.types import truth
+from portable.converters.similar_names import find_similar
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:

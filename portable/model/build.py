@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from converters.similar_names import suggest_name
-from converters.storage.path_or_url import suggest_path
 from portable import plugins
 from portable.config.derived import BY_TRAINING, classify_training
+from portable.converters.similar_names import suggest_name
+from portable.converters.storage.path_or_url import suggest_path
 from portable.errors import UserError, one_line, require
 from portable.hub_requests import ask_hub
 from portable.model.auxiliary_losses import adds_router_loss

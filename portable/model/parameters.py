@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from converters.similar_names import find_similar
+from portable.converters.similar_names import find_similar
 from portable.errors import UserError
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import converters
-from converters import CheckpointError, open_checkpoint
-from converters.storage.path_or_url import suggest_path
+from portable import converters
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.storage.path_or_url import suggest_path
 from portable.errors import UserError, one_line
 from portable.hub_requests import ask_hub
 from portable.model.build import without_quantization
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from converters import Checkpoint
-    from converters import Tensor as StoredTensor
     from portable.config.sections import ModelConfig
+    from portable.converters import Checkpoint
+    from portable.converters import Tensor as StoredTensor
     from portable.model.tensors import Index
 
 PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}

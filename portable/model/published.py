@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.config_and_tokenizer_files import (
+from portable.converters.config_and_tokenizer_files import (
     TOKENIZER,
     find_custom_code,
     find_excluded_files,
     find_small_files,
 )
-from converters.containers.shard_index import INDEX
-from converters.names.name_rules import NameRules, build_record, parse_rule, select_used_rules
-from converters.names.published import arrange_for_files, find_unclaimed_names
-from converters.naming import RECORD, read_recorded_rules, rename_to_published
-from converters.storage.places import copy_file
-from converters.storage.safe_open import read_small_table
+from portable.converters.containers.shard_index import INDEX
+from portable.converters.names.name_rules import NameRules, build_record, parse_rule, select_used_rules
+from portable.converters.names.published import arrange_for_files, find_unclaimed_names
+from portable.converters.naming import RECORD, read_recorded_rules, rename_to_published
+from portable.converters.storage.places import copy_file
+from portable.converters.storage.safe_open import read_small_table
 from portable.errors import UserError
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import files_of, snapshot
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from converters import Checkpoint, Tensor
-    from converters.storage.path_or_url import Place
     from portable.config.sections import ModelConfig
+    from portable.converters import Checkpoint, Tensor
+    from portable.converters.storage.path_or_url import Place
 
 _BLOCK = 1 << 20
 _SHARD = re.compile(r"model-\d{5}-of-\d{5,6}\.safetensors")

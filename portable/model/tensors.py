@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from converters import Tensor as StoredTensor
-from converters.tensors.dtypes import to_numpy_dtype
+from portable.converters import Tensor as StoredTensor
+from portable.converters.tensors.dtypes import to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

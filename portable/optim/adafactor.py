@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern, 2018), for sharded parameters too.
 
 :class:`Rule` has the formulas. The optimizer here applies them on torch devices, and
-:mod:`tpu.xla.optim` applies them to lazy tensors. The two differ in how they sum over shards.
+:mod:`portable.tpu.xla.optim` applies them to lazy tensors. The two differ in how they sum over shards.
 """
 
 from __future__ import annotations

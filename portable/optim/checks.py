@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.similar_names import suggest_name
 from portable.config.derived import warms_up, warmup_steps
 from portable.config.rules import Problem, format_setting, is_zero
+from portable.converters.similar_names import suggest_name
 from portable.optim.schedule import (
     ZERO_ONLY,
     ScheduleParamsError,

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters import CheckpointError
+from portable.converters import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from converters.checkpoint import OptimizerState
+    from portable.converters.checkpoint import OptimizerState
 
 Number = bool | int | float
 OUTSIDE = ("params", "param_names", "lr", "initial_lr", "weight_decay")

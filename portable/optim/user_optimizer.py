@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from converters.checkpoint import OptimizerState
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
+    from portable.converters.checkpoint import OptimizerState
 
 KEY = "train.optimizer"
 

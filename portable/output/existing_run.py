@@ -6,19 +6,19 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.storage.safe_open import LinkError, read_small
 from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes, load_config
 from portable.config.same_run import LENGTH, extends, may_change_in_new_folder
 from portable.config.yaml_text import MAX_BYTES
+from portable.converters.storage.safe_open import LinkError, read_small
 from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, FINAL, exists, storage_errors
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
     from portable.config import RunConfig
     from portable.config.same_run import Change
+    from portable.converters.storage.path_or_url import Place
 
 _MOST_SHOWN = 3
 """Most changes that a refusal lists."""

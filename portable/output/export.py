@@ -17,11 +17,11 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
-import converters
-from converters.errors import CheckpointError, to_printable
-from converters.storage.path_or_url import in_store
-from converters.storage.places import unused_name
-from converters.writers.replace_folder import recover_folder, swap
+from portable import converters
+from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.places import unused_name
+from portable.converters.writers.replace_folder import recover_folder, swap
 from portable.errors import UserError, one_line
 from portable.optim.average import AVERAGE
 from portable.paths import storage_errors, sync_folder, write_durably
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from converters import Checkpoint, StoredAdapter
-    from converters.storage.object_store import RemotePath
-    from converters.storage.path_or_url import Place
-    from converters.writers.writer_group import WriterGroup
+    from portable.converters import Checkpoint, StoredAdapter
+    from portable.converters.storage.object_store import RemotePath
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.writers.writer_group import WriterGroup
 
 MARKER = ".export.json"
 EXPORTED = "exported"
@@ -165,7 +165,7 @@ def _put(new: Path, folder: Path) -> None:
 
 def _move_other_objects(folder: RemotePath) -> None:
     """Move objects that no export wrote to another folder, with a warning."""
-    from converters.writers.remote_draft import list_objects, read_written_objects
+    from portable.converters.writers.remote_draft import list_objects, read_written_objects
 
     folder.refresh()
     # If an export was killed near its end, only the names of its objects are known.

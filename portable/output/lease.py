@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import to_printable
-from converters.storage.store_errors import ConflictError, UnconditionalError
+from portable.converters.errors import to_printable
+from portable.converters.storage.store_errors import ConflictError, UnconditionalError
 from portable.errors import RunError, UserError
 from portable.paths import storage_errors
 from portable.terminal import tell
@@ -31,7 +31,7 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from converters.storage.object_store import RemotePath
+    from portable.converters.storage.object_store import RemotePath
 
 LEASE_FILE = "lease.json"
 RENEWED = 15.0  # seconds between two renewals

@@ -9,10 +9,10 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import in_store
-from converters.storage.safe_open import open_without_links
-from converters.writers.replace_folder import recover_folder
 from portable.checkpoint.store import CHECKPOINTS, Checkpoints
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.safe_open import open_without_links
+from portable.converters.writers.replace_folder import recover_folder
 from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, FINAL, place_of
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
     from portable.config import RunConfig
+    from portable.converters.storage.path_or_url import Place
     from portable.output.publisher import Publisher
 
 

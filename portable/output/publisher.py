@@ -16,10 +16,10 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.storage.completion_markers import begin, complete
-from converters.storage.places import copy_file, files_below, is_taken
-from converters.writers.parallel import run_jobs
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.completion_markers import begin, complete
+from portable.converters.storage.places import copy_file, files_below, is_taken
+from portable.converters.writers.parallel import run_jobs
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes
 from portable.output.lease import Lease
@@ -30,8 +30,8 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from converters.storage.listed import Object
-    from converters.storage.object_store import RemotePath
+    from portable.converters.storage.listed import Object
+    from portable.converters.storage.object_store import RemotePath
 
 UPLOADS = 8  # files that a rank uploads in parallel
 PATIENCE = 30.0  # seconds for which a request of a save is repeated: the next save tries again

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from converters.commands import DONE, REFUSED, format_exit_codes, wrap_main
-from converters.console import print_line
 from portable.checks import check
 from portable.command_line import CommandOptions, Count, read_command
 from portable.config.types import Flag  # noqa: TC001  (pydantic reads it)
+from portable.converters.commands import DONE, REFUSED, format_exit_codes, wrap_main
+from portable.converters.console import print_line
 from portable.errors import UserError, report, require
 from portable.formatting import table
 from portable.planner import compiled as compiled_report
@@ -88,7 +88,7 @@ class PlanOptions(CommandOptions):
 
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-plan`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
+    """Run ``portable-plan``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
     if argv is None:
         argv = sys.argv[1:]
         # transformers would import torch_xla, which takes seconds and is not needed here.

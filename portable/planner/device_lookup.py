@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from converters.similar_names import suggest_name
+from portable.converters.similar_names import suggest_name
 from portable.errors import UserError
 from portable.planner.device import NOT_MEASURED, Device
 from portable.registry import BACKENDS, PLANNED_FOR_AUTO, backend_package

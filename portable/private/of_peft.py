@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from converters.adapters.patterns import Matcher
+    from portable.converters.adapters.patterns import Matcher
 
 # peft imports it where it is installed, and it imports the compiler.
 with suppress(UserError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters.names.name_rules import EXCEPT_DENSE
+from portable.converters.names.name_rules import EXCEPT_DENSE
 from portable.private import Package
 
 if TYPE_CHECKING:

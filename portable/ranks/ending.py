@@ -6,7 +6,7 @@ import atexit
 import os
 from contextlib import suppress
 
-from converters.console import flush
+from portable.converters.console import flush
 
 _code: int | None = None
 

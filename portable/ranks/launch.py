@@ -17,8 +17,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.console import print_error
-from converters.interrupts import ignore_interrupts
+from portable.converters.console import print_error
+from portable.converters.interrupts import ignore_interrupts
 from portable.errors import (
     NOT_EXPORTED,
     REPORTING,

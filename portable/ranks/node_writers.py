@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from converters.errors import CheckpointError
+from portable.converters.errors import CheckpointError
 from portable.errors import one_line
 from portable.ranks.collectives import background_group, gather_text
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from converters.console import print_error
+from portable.converters.console import print_error
 from portable.errors import (
     LAUNCHER_SECONDS,
     NOTICE_SECONDS,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from converters.storage.safe_open import open_without_links
+from portable.converters.storage.safe_open import open_without_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

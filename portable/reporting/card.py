@@ -8,14 +8,14 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import redact_credentials
-from converters.storage.path_or_url import is_url
-from converters.writers.gguf_models import MODELS
 from portable import plugins
 from portable.adapters.settings import KINDS
 from portable.config import keys
 from portable.config.sources import training_sources
 from portable.config.yaml_writer import as_yaml
+from portable.converters.errors import redact_credentials
+from portable.converters.storage.path_or_url import is_url
+from portable.converters.writers.gguf_models import MODELS
 from portable.private.of_transformers import causal_lm_class, model_types
 from portable.reporting.metrics import is_evaluation
 

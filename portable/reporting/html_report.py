@@ -17,14 +17,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, format_exit_codes, wrap_main
-from converters.console import print_error, print_line
-from converters.containers.pickle_reader import to_json_value
-from converters.errors import redact_credentials, to_printable
-from converters.storage.path_or_url import in_store, resolve_links
-from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import expand_path
 from portable.config.yaml_text import parse
+from portable.converters.commands import (
+    DONE,
+    FAILED,
+    REFUSED,
+    Parser,
+    ShowVersion,
+    format_exit_codes,
+    wrap_main,
+)
+from portable.converters.console import print_error, print_line
+from portable.converters.containers.pickle_reader import to_json_value
+from portable.converters.errors import redact_credentials, to_printable
+from portable.converters.storage.path_or_url import in_store, resolve_links
+from portable.converters.storage.safe_open import LinkError, read_small
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
 from portable.output.existing_run import PREVIEW_FILE
@@ -36,7 +44,7 @@ from portable.reporting.run_log import LOG_FILE
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 Point = tuple[int, "int | None", "float | None", float]
 """step, tokens, hours, value."""
@@ -432,7 +440,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
+    """Run ``portable-report``; the exit code is as :data:`portable.converters.commands.EXIT_CODES` has it."""
     arguments = parser_of().parse_args(argv)
     try:
         folders = [place_of("RUN", run) for run in arguments.runs]

@@ -11,7 +11,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.safe_open import open_without_links, read_small
+from portable.converters.storage.safe_open import open_without_links, read_small
 from portable.evaluation.best_tracker import MOST_CLASSES
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 # The largest exact integer in JavaScript, which draws the page.
 MOST = 1 << 53

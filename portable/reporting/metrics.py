@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
     from portable.data.samples.loader import BatchIterator
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from converters.console import get_terminal_width
 from portable.callbacks import Callback
+from portable.converters.console import get_terminal_width
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_time, table
 from portable.paths import REPORT_FILE

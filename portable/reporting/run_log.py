@@ -8,8 +8,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from converters.console import escape_control_characters
-from converters.storage.safe_open import open_without_links
+from portable.converters.console import escape_control_characters
+from portable.converters.storage.safe_open import open_without_links
 from portable.errors import RunError, UserError, one_line
 from portable.terminal import LOG
 

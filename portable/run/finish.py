@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters.console import get_terminal_width
 from portable.batch import IGNORED
 from portable.batch_plan import describe_padding
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
+from portable.converters.console import get_terminal_width
 from portable.data.samples.base import sequence
 from portable.data.tokens.bounded_tokenizer import decode, encode
 from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, one_line
@@ -33,10 +33,10 @@ from portable.temporary_folder import scratch_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
     from portable.backend import Engine
     from portable.callbacks import Run
     from portable.config import RunConfig
+    from portable.converters.storage.path_or_url import Place
     from portable.output.output_dir import Output
     from portable.ranks.node_writers import NodeWriters
     from portable.reporting.profiling import Profiler

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from converters.storage.path_or_url import Place
     from portable.backend import Backend, Engine
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
+    from portable.converters.storage.path_or_url import Place
     from portable.data.samples.base import Samples
     from portable.output.existing_run import ExistingRun
     from portable.registry import World

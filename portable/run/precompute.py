@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from converters import CheckpointError, open_checkpoint
-from converters.fingerprints import compute_fingerprint
 from portable import plugins
 from portable.adapters.settings import folder_of, weights_in
 from portable.config.sources import training_sources
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.fingerprints import compute_fingerprint
 from portable.data.samples.loader import EvalLoader
 from portable.data.tokens.cache import CacheDamagedError, CheckedArray, ChecksummedFile
 from portable.errors import UserError, one_line

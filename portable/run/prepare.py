@@ -6,10 +6,10 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.writers.parallel import count_cores
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import batch_plan, total_steps
 from portable.config.origins import shown
+from portable.converters.writers.parallel import count_cores
 from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed

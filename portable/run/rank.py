@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import print_line
 from portable.checkpoint.store import checkpoints_of, resume_source
+from portable.converters.console import print_line
 from portable.errors import RUN_ERROR, ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
 from portable.hub_requests import get_revisions

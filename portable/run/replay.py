@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from converters.console import print_line
 from portable.checkpoint.store import checkpoints_of
+from portable.converters.console import print_line
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.errors import UserError, one_line
 from portable.formatting import table
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from converters.storage.path_or_url import Place
     from portable.backend import Backend, Engine
     from portable.batch import Batch
+    from portable.converters.storage.path_or_url import Place
     from portable.progress import Progress
     from portable.run.stages import Prepared
 

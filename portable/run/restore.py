@@ -6,11 +6,11 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters import CheckpointError, open_checkpoint
-from converters.storage.path_or_url import resolve_links
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes
 from portable.config.same_run import may_change_in_new_folder
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.storage.path_or_url import resolve_links
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.evaluation.best_tracker import EvalHistory
 from portable.model.freezing import keep_as_stored
@@ -28,12 +28,12 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters import Checkpoint
-    from converters.storage.path_or_url import Place
     from portable.backend import Backend, Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
     from portable.config.same_run import Change
+    from portable.converters import Checkpoint
+    from portable.converters.storage.path_or_url import Place
     from portable.data.samples.base import Samples
     from portable.model.pretrained import PretrainedWeights
     from portable.model.tensors import ReadableTensor

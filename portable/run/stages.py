@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from converters.storage.path_or_url import Place
     from portable.adapters.adapter import Adapter
     from portable.backend import Backend, Engine
     from portable.batch_plan import BatchPlan
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
     from portable.config.same_run import Change
+    from portable.converters.storage.path_or_url import Place
     from portable.data.dataset import Data
     from portable.evaluation.best_tracker import BestTracker
     from portable.evaluation.metrics import MetricSet

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from converters.storage.path_or_url import in_store
 from portable.callbacks import Run
 from portable.checkpoint.store import resume_source
 from portable.config import dump_yaml
+from portable.converters.storage.path_or_url import in_store
 from portable.data.preview import SHOWN, preview
 from portable.data.samples.loader import worker_died
 from portable.errors import UserError

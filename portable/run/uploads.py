@@ -6,10 +6,10 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
-from converters.storage.path_or_url import in_store
 from portable.callbacks import Callback
 from portable.checkpoint.store import in_background
 from portable.checkpoint.trainer_state import step_of
+from portable.converters.storage.path_or_url import in_store
 from portable.errors import one_line
 from portable.formatting import human_count
 from portable.terminal import tell
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
     from portable.callbacks import Run
+    from portable.converters.storage.path_or_url import Place
     from portable.output.hub import Hub
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters import (
+from portable.converters import (
     Checkpoint,
     CheckpointError,
     OptimizerState,
@@ -22,12 +22,12 @@ from converters import (
     open_checkpoint,
     write_shard_checksums,
 )
-from converters.cli import main
-from converters.formats.dcp.checksums import CHECKSUMS
-from converters.formats.dcp.metadata import TensorEntry, read_metadata
-from converters.manifest import MANIFEST, read_manifest
-from converters.storage.folder import Folder
-from converters.tensors.dtypes import FROM_TORCH
+from portable.converters.cli import main
+from portable.converters.formats.dcp.checksums import CHECKSUMS
+from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata
+from portable.converters.manifest import MANIFEST, read_manifest
+from portable.converters.storage.folder import Folder
+from portable.converters.tensors.dtypes import FROM_TORCH
 
 
 def load(path: Path) -> Any:

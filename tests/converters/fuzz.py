@@ -30,8 +30,8 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from converters import CheckpointError, Tensor, cli, open_checkpoint
-from converters.containers.pickle_reader import to_json_value
+from portable.converters import CheckpointError, Tensor, cli, open_checkpoint
+from portable.converters.containers.pickle_reader import to_json_value
 from tests.converters.compare import REFUSALS
 
 LONGEST, LARGEST = 10.0, 300 << 20

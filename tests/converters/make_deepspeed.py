@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpu.zero.runtime import import_deepspeed
+from portable.gpu.zero.runtime import import_deepspeed
 from tests.converters.make_dcp import keep, launch, odd_buffers
 from tests.tiny_models import tiny_model
 

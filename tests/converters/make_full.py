@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from converters import open_checkpoint, write_safetensors
+from portable.converters import open_checkpoint, write_safetensors
 from tests.converters.make_dcp import trained
 from tests.converters.samples import Sample, Span
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from converters import open_checkpoint, write_checkpoint
+from portable.converters import open_checkpoint, write_checkpoint
 from tests.converters.make_dcp import keep, launch, stepped
 from tests.converters.make_deepspeed import deepspeed, gather, groups_of, prepare, start
 from tests.converters.make_ranks import Stack, save

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow
 
-from converters.containers.crc32c import compute_crc32c
+from portable.converters.containers.crc32c import compute_crc32c
 
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from converters import compute_fingerprint, open_checkpoint
-from converters.cli import main
+from portable.converters import compute_fingerprint, open_checkpoint
+from portable.converters.cli import main
 
 ZERO = ("zero1", "zero2-bf16", "zero3", "zero3-tied", "zero2-frozen", "zero3-frozen")
 FSDP = ("fsdp-sharded", "fsdp-sharded-alone", "fsdp-full", "fsdp-full-alone")

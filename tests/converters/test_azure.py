@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from converters.storage import completion_markers as completion
-from converters.storage.object_store import RemotePath
-from converters.storage.places import remove_folder
-from converters.storage.store_errors import ConflictError, RemoteError
-from converters.writers.remote_draft import UploadedFile
+from portable.converters.storage import completion_markers as completion
+from portable.converters.storage.object_store import RemotePath
+from portable.converters.storage.places import remove_folder
+from portable.converters.storage.store_errors import ConflictError, RemoteError
+from portable.converters.writers.remote_draft import UploadedFile
 from portable.output.lease import Lease
 
 ACCOUNT = "devstoreaccount1"

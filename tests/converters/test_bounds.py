@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters import CheckpointError, open_checkpoint
-from converters.containers.pickle_reader import unpickle
-from converters.names.canonical import split_flat_keys, split_state_key
-from converters.names.index_keys import fit_in_order
-from converters.tensors.tiling import check_boxes_tile
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.containers.pickle_reader import unpickle
+from portable.converters.names.canonical import split_flat_keys, split_state_key
+from portable.converters.names.index_keys import fit_in_order
+from portable.converters.tensors.tiling import check_boxes_tile
 from tests.converters.compare import rewrite
 
 # Numbers that Python's hash cannot tell apart.

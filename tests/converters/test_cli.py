@@ -20,9 +20,9 @@ import safetensors.torch
 import torch
 
 from benchmarks.convert import sparse_checkpoint
-from converters.cli import main
-from converters.errors import CheckpointError
-from converters.storage.path_or_url import expanded, place
+from portable.converters.cli import main
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.path_or_url import expanded, place
 from tests.converters.compare import bits, error_of, load, tree
 
 
@@ -241,7 +241,7 @@ def test_failure_leaves_everything_as_it_was(
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     sparse_checkpoint(tmp_path / "in", 250)
     argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bfloat16"]
-    child = subprocess.Popen([sys.executable, "-m", "converters.cli", *argv], stderr=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-m", "portable.converters.cli", *argv], stderr=subprocess.PIPE)
     try:
         while not any(path.stat().st_size > 1 << 20 for path in tmp_path.glob(".out.tmp-*/*.safetensors")):
             assert child.poll() is None
@@ -261,7 +261,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.zeros(10_000_000) for i in range(4)}
     safetensors.torch.save_file(weights, tmp_path / "in" / "model.safetensors")
     code = (
-        "import resource, sys; from converters.cli import main;"
+        "import resource, sys; from portable.converters.cli import main;"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "assert main(sys.argv[1:]) == 0;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"

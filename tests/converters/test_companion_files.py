@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters import config_and_tokenizer_files as files
-from converters.cli import main
+from portable.converters import config_and_tokenizer_files as files
+from portable.converters.cli import main
 from tests.tiny_models import tiny_model
 
 COPIED = {

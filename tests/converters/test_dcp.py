@@ -16,10 +16,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks.checkpoint_scale import list_keys, write_metadata, write_rank
-from converters import CheckpointError, Tensor, open_checkpoint, read_item_checksums, write_shard_checksums
-from converters.cli import main
-from converters.formats.dcp.metadata import TensorEntry, read_metadata
-from converters.storage.folder import Folder
+from portable.converters import (
+    CheckpointError,
+    Tensor,
+    open_checkpoint,
+    read_item_checksums,
+    write_shard_checksums,
+)
+from portable.converters.cli import main
+from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata
+from portable.converters.storage.folder import Folder
 from tests.converters.compare import (
     FileCache,
     assert_model,

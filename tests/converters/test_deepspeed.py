@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from converters import CheckpointError, open_checkpoint
+from portable.converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, everything, load, refused, rewrite
 
 deepspeed: Any = pytest.importorskip("deepspeed")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters import dequantize_checkpoint, open_checkpoint
-from converters.cli import main
-from converters.quantization.dequantize import METHODS
+from portable.converters import dequantize_checkpoint, open_checkpoint
+from portable.converters.cli import main
+from portable.converters.quantization.dequantize import METHODS
 from tests.converters.compare import error_of
 from tests.quantization_defaults import FILE, build_table
 from tests.tiny_models import tiny_model

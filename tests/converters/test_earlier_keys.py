@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from converters.names.earlier_keys import add_earlier_keys, remove_earlier_keys
+from portable.converters.names.earlier_keys import add_earlier_keys, remove_earlier_keys
 from tests.earlier_keys import FILE, build_probed_config
 
 transformers: Any = pytest.importorskip("transformers")

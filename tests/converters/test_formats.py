@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters import open_checkpoint
+from portable.converters import open_checkpoint
 from tests.converters.compare import FileCache, assert_model, assert_optimizer, load, refused, rewrite
 
 XLA = pytest.mark.xla

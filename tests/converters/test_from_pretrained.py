@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters.cli import main
-from converters.names.earlier_keys import remove_earlier_keys
+from portable.converters.cli import main
+from portable.converters.names.earlier_keys import remove_earlier_keys
 from tests.converters.compare import error_of
 from tests.tiny_models import tiny_model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from converters import CheckpointError, open_checkpoint
-from converters.formats.fsdp_ranks.flat import _find_units
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.formats.fsdp_ranks.flat import _find_units
 from tests.converters.compare import assert_model, assert_optimizer, load
 
 SAMPLES = Path(__file__).parent / "rank_samples"

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from converters import CheckpointError, open_checkpoint
-from converters.cli import main
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.cli import main
 from tests.converters.compare import assert_model, assert_optimizer, live, refused, rewrite
 
 

@@ -22,14 +22,14 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from converters import open_checkpoint, write_checkpoint
-from converters.cli import main
-from converters.storage.bytes import Memory
-from converters.storage.object_store import RemotePath
-from converters.tensors.ggml import KINDS, quantize_to_ggml
-from converters.tensors.tensor import Tensor
-from converters.writers.gguf_models import MODELS, read_settings
-from converters.writers.gguf_tokenizer import _LLAMA3, convert_byte_level_bpe
+from portable.converters import open_checkpoint, write_checkpoint
+from portable.converters.cli import main
+from portable.converters.storage.bytes import Memory
+from portable.converters.storage.object_store import RemotePath
+from portable.converters.tensors.ggml import KINDS, quantize_to_ggml
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.writers.gguf_models import MODELS, read_settings
+from portable.converters.writers.gguf_tokenizer import _LLAMA3, convert_byte_level_bpe
 from tests.converters.compare import error_of
 from tests.object_store import ObjectStore
 
@@ -419,7 +419,7 @@ def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).standard_normal((3, 20, 96)).astype(np.float32)
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
-    monkeypatch.setattr("converters.tensors.by_rows.BLOCK", 200)
+    monkeypatch.setattr("portable.converters.tensors.by_rows.BLOCK", 200)
     tensor = quantize_to_ggml(Tensor.from_source("x", "F32", values.shape, Memory(values.tobytes())), kind)
     with np.errstate(all="ignore"):
         theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])

@@ -17,12 +17,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from converters import CheckpointError, open_checkpoint, write_safetensors
-from converters.cli import main
-from converters.names.canonical import strip_prefixes
-from converters.storage.path_or_url import place
-from converters.writers import replace_folder as exchange_module
-from converters.writers.draft import FolderOutput, check_output, open_output
+from portable.converters import CheckpointError, open_checkpoint, write_safetensors
+from portable.converters.cli import main
+from portable.converters.names.canonical import strip_prefixes
+from portable.converters.storage.path_or_url import place
+from portable.converters.writers import replace_folder as exchange_module
+from portable.converters.writers.draft import FolderOutput, check_output, open_output
 from tests.converters.compare import error_of
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +204,8 @@ def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.C
 )
 def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path: Path) -> None:
     source = model(tmp_path / "in")
-    command = f"set -o pipefail; {sys.executable} -m converters.cli {source} {tmp_path / 'out'} {redirect}"
+    convert = f"{sys.executable} -m portable.converters.cli {source} {tmp_path / 'out'}"
+    command = f"set -o pipefail; {convert} {redirect}"
     made = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

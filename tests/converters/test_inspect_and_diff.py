@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from converters import open_checkpoint
-from converters.cli import main
+from portable.converters import open_checkpoint
+from portable.converters.cli import main
 from tests.converters.samples import folder_of, parameters
 
 

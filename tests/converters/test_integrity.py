@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from converters.checkpoint import Checkpoint
-from converters.cli import main as cli
-from converters.integrity import find_problems
-from converters.naming import rename_to_published
-from converters.opening import open_checkpoint
-from converters.storage.bytes import Memory
-from converters.tensors.tensor import Tensor
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.cli import main as cli
+from portable.converters.integrity import find_problems
+from portable.converters.naming import rename_to_published
+from portable.converters.opening import open_checkpoint
+from portable.converters.storage.bytes import Memory
+from portable.converters.tensors.tensor import Tensor
 from tests import architectures
 from tests.converters.compare import REFUSALS, error_of
 from tests.converters.damages import DAMAGED, EMPTY, FORMATS, SAMPLED, DamagedCheckpoint

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from converters import CheckpointError, check_manifest, compute_entries, format_manifest
-from converters.cli import main
-from converters.manifest import MANIFEST
+from portable.converters import CheckpointError, check_manifest, compute_entries, format_manifest
+from portable.converters.cli import main
+from portable.converters.manifest import MANIFEST
 
 
 @pytest.fixture

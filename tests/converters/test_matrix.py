@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_checkpoint
-from converters.options import WRITERS
+from portable.converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_checkpoint
+from portable.converters.options import WRITERS
 from tests.converters.samples import all_samples, folder_of, parameters
 
 # GGUF has llama.cpp's models only: test_gguf.py.

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from converters import CheckpointError, open_checkpoint, write_checkpoint
+from portable.converters import CheckpointError, open_checkpoint, write_checkpoint
 from tests.converters.compare import everything, rewrite
 
 COMMON = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters.adapters import patterns
-from converters.adapters.base_changes import INPUTS_FIRST
-from converters.cli import main
+from portable.converters.adapters import patterns
+from portable.converters.adapters.base_changes import INPUTS_FIRST
+from portable.converters.cli import main
 from tests.converters.compare import error_of
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -525,7 +525,7 @@ def test_every_setting_of_peft_is_known() -> None:
     """A setting that a later peft adds, and that is set, is refused by name until it is read here."""
     from dataclasses import fields
 
-    from converters.adapters.config import KNOWN
+    from portable.converters.adapters.config import KNOWN
 
     kinds = (peft.LoraConfig, peft.IA3Config, peft.TrainableTokensConfig)
     refused = {field.name for kind in kinds for field in fields(kind)} - KNOWN

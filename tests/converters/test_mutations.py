@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from converters import CheckpointError, open_checkpoint
+from portable.converters import CheckpointError, open_checkpoint
 from tests.converters.compare import everything
 from tests.converters.fuzz import run
 from tests.converters.samples import Sample, all_samples, folder_of, parameters

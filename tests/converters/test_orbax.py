@@ -25,16 +25,16 @@ import pyarrow
 import pytest
 import transformers
 
-from converters import CheckpointError, Tensor, open_checkpoint
-from converters.cli import main
-from converters.containers import ocdbt
-from converters.containers.crc32c import compute_crc32c
-from converters.containers.zarr import ChunkBudget, read_zarr
-from converters.formats.orbax.maxtext import build_maxtext_layout
-from converters.storage import compressed
-from converters.storage.bytes import Memory
-from converters.storage.folder import Folder
-from converters.tensors.dtypes import map_numpy_dtypes
+from portable.converters import CheckpointError, Tensor, open_checkpoint
+from portable.converters.cli import main
+from portable.converters.containers import ocdbt
+from portable.converters.containers.crc32c import compute_crc32c
+from portable.converters.containers.zarr import ChunkBudget, read_zarr
+from portable.converters.formats.orbax.maxtext import build_maxtext_layout
+from portable.converters.storage import compressed
+from portable.converters.storage.bytes import Memory
+from portable.converters.storage.folder import Folder
+from portable.converters.tensors.dtypes import map_numpy_dtypes
 from tests.converters import orbax_damage as craft
 from tests.converters.making import once
 from tests.converters.orbax_values import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from converters import CheckpointError, open_checkpoint
-from converters.names.module_order import MODEL_TYPES, sort_by_module
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.names.module_order import MODEL_TYPES, sort_by_module
 from tests.converters import make_peers
 from tests.converters.compare import (
     assert_model,

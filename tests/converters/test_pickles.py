@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from converters import CheckpointError, open_checkpoint
-from converters.containers.pickle_reader import (
+from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.containers.pickle_reader import (
     build_getattr_standin,
     list_inert_members,
     to_json_value,
     unpickle,
 )
-from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
+from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from tests.converters.compare import assert_same
 
 

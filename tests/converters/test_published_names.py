@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters import open_checkpoint, write_safetensors
-from converters.cli import main
-from converters.errors import CheckpointError
-from converters.names.known_words import find_unknown_names
-from converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
-from converters.names.published import are_live, arrange_for_files, arrange_for_memory
-from converters.storage.bytes import Memory
-from converters.tensors.arranged import build_arranged_tensor
-from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
+from portable.converters import open_checkpoint, write_safetensors
+from portable.converters.cli import main
+from portable.converters.errors import CheckpointError
+from portable.converters.names.known_words import find_unknown_names
+from portable.converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
+from portable.converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from portable.converters.storage.bytes import Memory
+from portable.converters.tensors.arranged import build_arranged_tensor
+from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 from tests import published_names
 from tests.converters.compare import error_of
 from tests.converters.making import written_by

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from converters.cli import main
-from converters.options import FORMS
+from portable.converters.cli import main
+from portable.converters.options import FORMS
 from tests.converters.compare import error_of
 
 NAME = "model.layers.0.mlp.up_proj.weight"

@@ -14,15 +14,15 @@ from typing import Any
 import obstore
 import pytest
 
-from converters.errors import CheckpointError, redact_credentials
-from converters.storage import completion_markers as completion
-from converters.storage import credentials
-from converters.storage import object_store as remote
-from converters.storage.credentials import OPTIONS
-from converters.storage.object_store import RemotePath, matching
-from converters.storage.places import copy_folder, is_unfinished, remove_folder
-from converters.storage.store_errors import RemoteError, RetriesUsedUpError
-from converters.writers.remote_draft import UploadedFile
+from portable.converters.errors import CheckpointError, redact_credentials
+from portable.converters.storage import completion_markers as completion
+from portable.converters.storage import credentials
+from portable.converters.storage import object_store as remote
+from portable.converters.storage.credentials import OPTIONS
+from portable.converters.storage.object_store import RemotePath, matching
+from portable.converters.storage.places import copy_folder, is_unfinished, remove_folder
+from portable.converters.storage.store_errors import RemoteError, RetriesUsedUpError
+from portable.converters.writers.remote_draft import UploadedFile
 from tests.object_store import ObjectStore, scale_down
 
 

@@ -19,11 +19,11 @@ import pytest
 import safetensors.numpy
 import torch
 
-from converters import open_checkpoint, write_safetensors
-from converters.cli import main
-from converters.storage import object_store as remote
-from converters.storage.completion_markers import COMPLETE, INCOMPLETE
-from converters.writers.remote_draft import UploadedFile
+from portable.converters import open_checkpoint, write_safetensors
+from portable.converters.cli import main
+from portable.converters.storage import object_store as remote
+from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
+from portable.converters.writers.remote_draft import UploadedFile
 from tests.converters.compare import error_of, tree
 from tests.converters.samples import folder_of, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
@@ -386,4 +386,4 @@ def test_nothing_secret_is_printed(
     for source, end in ((s3.url("src"), 0), (s3.url("missing"), 2), ("s3://nowhere-at-all/x", 2)):
         assert main([source, s3.url("out"), "--overwrite"]) == end
     assert SECRET_KEY not in "".join(capfd.readouterr()) + caplog.text
-    assert "converters.storage.object_store" in caplog.text
+    assert "portable.converters.storage.object_store" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from converters import (
+from portable.converters import (
     Checkpoint,
     CheckpointError,
     OptimizerState,

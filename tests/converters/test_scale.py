@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from converters import open_checkpoint, write_safetensors
+from portable.converters import open_checkpoint, write_safetensors
 
 
 def dcp(folder: Path, tensors: int) -> bytes:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from converters.names.name_rules import get_default_rules
-from converters.names.published import arrange_for_files
+from portable.converters.names.name_rules import get_default_rules
+from portable.converters.names.published import arrange_for_files
 from tests.composite import build_composite_config
 from tests.server_names import NEEDS_SERVERS, VARIABLE, Server
 from tests.tiny_models import tiny_config

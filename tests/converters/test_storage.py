@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from converters import CheckpointError
-from converters.storage import folder as folder_module
-from converters.storage import output_file as outfile
-from converters.storage.folder import Folder
-from converters.storage.output_file import OutputFile
+from portable.converters import CheckpointError
+from portable.converters.storage import folder as folder_module
+from portable.converters.storage import output_file as outfile
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.output_file import OutputFile
 
 DATA = random.Random(0).randbytes(3 << 20)
 

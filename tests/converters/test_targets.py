@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from converters import open_checkpoint, write_checkpoint
-from converters.cli import main
+from portable.converters import open_checkpoint, write_checkpoint
+from portable.converters.cli import main
 from tests.converters.compare import assert_same, assert_state, bits, load
 from tests.converters.make_ranks import Stack
 from tests.converters.test_dcp import blank

@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters import CheckpointError, Tensor
-from converters.cli import main
-from converters.names.tied_weights import has_same_values
-from converters.storage.bytes import Memory
-from converters.tensors import tensor as tensor_module
-from converters.tensors.casting import CastLosses, cast_blocks
-from converters.tensors.dtypes import to_numpy_dtype
-from converters.tensors.tensor import Box, View
-from converters.tensors.tiling import check_boxes_tile
+from portable.converters import CheckpointError, Tensor
+from portable.converters.cli import main
+from portable.converters.names.tied_weights import has_same_values
+from portable.converters.storage.bytes import Memory
+from portable.converters.tensors import tensor as tensor_module
+from portable.converters.tensors.casting import CastLosses, cast_blocks
+from portable.converters.tensors.dtypes import to_numpy_dtype
+from portable.converters.tensors.tensor import Box, View
+from portable.converters.tensors.tiling import check_boxes_tile
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
 

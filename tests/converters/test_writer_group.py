@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from converters import CheckpointError, open_checkpoint, write_safetensors
-from converters.storage.completion_markers import COMPLETE, INCOMPLETE
-from converters.storage.object_store import RemotePath
-from converters.writers import draft
+from portable.converters import CheckpointError, open_checkpoint, write_safetensors
+from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
+from portable.converters.storage.object_store import RemotePath
+from portable.converters.writers import draft
 from tests.converters.compare import tree
 from tests.object_store import ObjectStore, scale_down
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 SHARD_BYTES = 400_000
 
@@ -166,7 +166,7 @@ def test_a_process_without_the_file_system_of_process_0_is_an_error(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setattr(
-        "converters.writers.conversion.join_output",
+        "portable.converters.writers.conversion.join_output",
         lambda _, name: draft.join_output(elsewhere / "out", name),
     )
     outcomes = write_together([source, source], tmp_path / "out")

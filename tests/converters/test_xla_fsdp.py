@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters import CheckpointError, open_checkpoint
+from portable.converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, load
 
 EXAMPLE = "ckpt_rank-{:08d}-of-00000003.pth"

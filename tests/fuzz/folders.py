@@ -958,7 +958,7 @@ KINDS: dict[str, type[Kind]] = {
 
 def use_tokenizer(folder: str, out: str) -> int:
     """Load a tokenizer as a run does, encode texts with it and save it."""
-    from converters.console import print_error
+    from portable.converters.console import print_error
     from portable.data.tokens import tokenize
     from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer, tokenizer_digest
     from portable.errors import UserError
@@ -980,8 +980,8 @@ def run_action(words: Sequence[str]) -> int:
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_HOME"]) / "datasets"  # set at import otherwise
-    from converters.cli import main as convert
     from portable.cli import main as train
+    from portable.converters.cli import main as convert
     from portable.reporting.html_report import main as report
 
     programs: dict[str, Callable[..., int]] = {"train": train, "convert": convert, "report": report}

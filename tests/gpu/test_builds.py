@@ -13,7 +13,7 @@ import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from gpu.zero import builds
+from portable.gpu.zero import builds
 
 OLD = time.time() - 2 * builds.DEAD
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters import Tensor as StoredTensor
-from converters import open_checkpoint
-from gpu.memory import CudaDiagnostics
+from portable.converters import Tensor as StoredTensor
+from portable.converters import open_checkpoint
 from portable.engines.fsdp import sharding
 from portable.engines.machine import transport
 from portable.errors import UserError
+from portable.gpu.memory import CudaDiagnostics
 from portable.model.tensors import to_torch
 from portable.optim.sharded import local
 from portable.registry import create_backend

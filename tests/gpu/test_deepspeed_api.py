@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu.zero import private_api
-from gpu.zero import runtime as zero_runtime
+from portable.gpu.zero import private_api
+from portable.gpu.zero import runtime as zero_runtime
 from portable.importing.deepspeed import KEYS, OPTIMIZERS, SCHEDULERS, TORCHS_WEIGHT_DECAY
 from portable.importing.foreign_keys import Ignored, Refused
 

@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 from pydantic import BaseModel
 
-from gpu.zero import private_api
-from gpu.zero import runtime as zero_runtime
-from gpu.zero.config.document import read as read_document
 from portable.config import RunConfig, dump_yaml, load_config
 from portable.errors import UserError
+from portable.gpu.zero import private_api
+from portable.gpu.zero import runtime as zero_runtime
+from portable.gpu.zero.config.document import read as read_document
 from portable.importing.foreign_file import ImportedRun
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve

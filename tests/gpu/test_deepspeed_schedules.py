@@ -12,8 +12,8 @@ pytest.importorskip("deepspeed")
 
 from pathlib import Path
 
-from gpu.zero import runtime as zero_runtime
 from portable.config import RunConfig, load_config
+from portable.gpu.zero import runtime as zero_runtime
 from portable.optim.schedule import OneCycle, build_schedule
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpu import device_specs as devices
 from portable.errors import UserError
+from portable.gpu import device_specs as devices
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,11 @@ def supported() -> Iterator[None]:
     """Let DeepSpeed train in fp16 on this CPU."""
     from deepspeed.accelerator import get_accelerator
 
-    from gpu.zero.runtime import import_deepspeed
+    from portable.gpu.zero.runtime import import_deepspeed
 
     import_deepspeed("cpu")
     get_accelerator().is_fp16_supported = lambda: True
-    with patch("gpu.zero.checks.find_problems", return_value=()):
+    with patch("portable.gpu.zero.checks.find_problems", return_value=()):
         yield
     del get_accelerator().is_fp16_supported
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpu import device_specs as devices
 from portable.backend import Diagnostics
 from portable.config import load_config
 from portable.engines import memory_trial
 from portable.errors import UserError
+from portable.gpu import device_specs as devices
 from portable.run.micro_batch import divisors, largest_fitting
 from portable.run.rank import run_rank
 from tests.ranks import RankPool

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from converters import open_checkpoint
+from portable.converters import open_checkpoint
 from portable.errors import UserError
 from portable.optim.muon import Muon
 from portable.run.rank import run_rank

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from converters import CheckpointError, open_checkpoint
+from portable.converters import CheckpointError, open_checkpoint
 from portable.engines.fsdp.optimizer_state import restore
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit

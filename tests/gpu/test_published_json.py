@@ -16,13 +16,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from gpu.zero import config as deepspeed_json
-from gpu.zero import runtime as zero_runtime
-from gpu.zero.buckets import automatic
-from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
 from portable.config import RunConfig, load_config
 from portable.errors import UserError
+from portable.gpu.zero import config as deepspeed_json
+from portable.gpu.zero import runtime as zero_runtime
+from portable.gpu.zero.buckets import automatic
+from portable.gpu.zero.settings import ModelSizes, settings_for
 from portable.optim.schedule import SCHEDULES
 from tests import published
 from tests.published import Shape, shapes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from converters.cli import main as convert
+from portable.converters.cli import main as convert
 from portable.run.rank import run_rank
 from tests.runs import configured
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from gpu.zero import nvme
 from portable.checks import check
 from portable.errors import UserError
+from portable.gpu.zero import nvme
 from tests.gpu.test_zero_checkpoints import leg
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses, weights

@@ -11,9 +11,9 @@ pytest.importorskip("deepspeed")
 
 from pathlib import Path
 
-from gpu.zero import saving as zero_saving
 from portable.config import RunConfig
 from portable.errors import ReportedElsewhereError, RunError
+from portable.gpu.zero import saving as zero_saving
 from tests.gpu.test_zero_checkpoints import leg
 from tests.parity import opened
 from tests.ranks import RankPool

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from converters.adapters import patterns
 from portable.adapters.adapter import Adapter, adapt
 from portable.adapters.settings import as_json, resolved
 from portable.checks import check
+from portable.converters.adapters import patterns
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import derived_seed

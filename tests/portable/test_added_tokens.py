@@ -48,7 +48,7 @@ def tables(config: RunConfig) -> tuple[dict[str, Any], float]:
         folder.mkdir(parents=True, exist_ok=True)
         trial.engine.save(folder, background=False).wait()
         loss = float(trial.step().loss)
-    from converters import open_checkpoint
+    from portable.converters import open_checkpoint
 
     stored = open_checkpoint(folder).tensors
     return {name: stored[name].read() for name in ("model.embed_tokens.weight", "lm_head.weight")}, loss
@@ -95,7 +95,7 @@ def test_an_adapter_holds_the_new_rows_of_a_tied_model(
     """What the refusal says to write trains; peft loads the adapter, and merged it is the same model."""
     import peft
 
-    from converters.cli import main as convert
+    from portable.converters.cli import main as convert
 
     base = trained(tmp_path / "base", corpus)
     settings = of(base, data__added_tokens=ADDED[:2], data__chat_template="chatml", data__seq_len=64)

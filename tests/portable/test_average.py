@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from converters import open_checkpoint
+from portable.converters import open_checkpoint
 from portable.run.evaluation import evaluate_all
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import plain_losses

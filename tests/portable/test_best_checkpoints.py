@@ -65,7 +65,7 @@ def kept(folder: Any) -> list[int]:
 
 def test_the_best_stay_beside_the_last(told: Any, tmp_path: Path, corpus: Path) -> None:
     """Steps 6 and 7 would not have been saved. 3 was the best for a while. ``final`` is the best."""
-    from converters.cli import main as convert
+    from portable.converters.cli import main as convert
 
     given = {"checkpoint__keep": 1, "checkpoint__keep_best": 2, "checkpoint__export_best": True}
     assert leg(tmp_path, corpus, **given) == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import converters.cli
+import portable.converters.cli
 from portable.commands.chat import ChatModel, find_export, main
 from portable.run.rank import run_rank
 from tests.runs import configured, write_conversations, write_pretrained
@@ -50,7 +50,8 @@ def test_answer_equals_transformers(kind: str, trained: Path, tmp_path: Path) ->
     plain = final
     if kind == "lora":
         plain = tmp_path / "merged"
-        assert converters.cli.main([str(final), str(plain), "--merge-into", str(trained / "base")]) == 0
+        convert = portable.converters.cli.main
+        assert convert([str(final), str(plain), "--merge-into", str(trained / "base")]) == 0
     tokenizer = AutoTokenizer.from_pretrained(final)
     tokens = tokenizer.apply_chat_template(
         MESSAGES, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -17,10 +17,10 @@ import pytest
 import transformers
 import yaml
 
-from converters.cli import main as convert
 from portable.batch import IGNORED
 from portable.cli import main
 from portable.config import load_config
+from portable.converters.cli import main as convert
 from portable.data.dataset import build_data, inspect_data
 from portable.data.sources.conversations import Completion, read_conversation, recognise
 from portable.data.sources.documents import Conversation

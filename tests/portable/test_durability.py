@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
-from converters.formats.dcp.reader import read_tensors
-from converters.manifest import MANIFEST
-from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
+from portable.converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
+from portable.converters.formats.dcp.reader import read_tensors
+from portable.converters.manifest import MANIFEST
+from portable.converters.writers.replace_folder import exchange
 from portable.engines.fsdp import saving, shard_writer
 from portable.engines.fsdp.saving import Saver
 from portable.errors import RunError, UserError

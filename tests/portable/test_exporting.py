@@ -16,14 +16,14 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from converters.storage.completion_markers import COMPLETE, INCOMPLETE
-from converters.storage.object_store import RemotePath
-from converters.writers import conversion
-from converters.writers import remote_draft as remote_output
-from converters.writers import replace_folder as exchange_module
-from converters.writers.replace_folder import exchange
 from portable.cli import main
 from portable.config import RunConfig
+from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
+from portable.converters.storage.object_store import RemotePath
+from portable.converters.writers import conversion
+from portable.converters.writers import remote_draft as remote_output
+from portable.converters.writers import replace_folder as exchange_module
+from portable.converters.writers.replace_folder import exchange
 from portable.errors import UserError
 from portable.output.export import MARKER, export, recover_export
 from portable.run.finish import LARGE_EXPORT, build_export_rows

@@ -17,9 +17,9 @@ import pytest
 import torch
 import yaml
 
-from converters import open_checkpoint
 from portable.checkpoint.external import open_external
 from portable.cli import main
+from portable.converters import open_checkpoint
 from portable.data.samples.loader import TrainLoader
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics

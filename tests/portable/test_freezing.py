@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from converters import open_checkpoint
 from portable.config import RunConfig
+from portable.converters import open_checkpoint
 from portable.errors import UserError
 from portable.model.build import model_config, training_model
 from portable.model.freezing import freeze, frozen_names, tie_notes

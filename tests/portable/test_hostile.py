@@ -27,13 +27,13 @@ from pyarrow import parquet
 from transformers import CONFIG_MAPPING
 
 from benchmarks import inotify
-from converters.cli import main as convert
 from portable.adapters.settings import folder_of
 from portable.batch import Batch
 from portable.cli import main
 from portable.commands import resume_info
 from portable.config import RunConfig
 from portable.config.sections import ModelConfig
+from portable.converters.cli import main as convert
 from portable.data.sources import sharded_tokens
 from portable.data.sources.prepared import FORMAT, INDEX
 from portable.data.sources.source import TokenSource

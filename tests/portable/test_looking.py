@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import converters.cli
-from converters.cli import main as convert
+import portable.converters.cli
 from portable.adapters.adapter import adapt
 from portable.cli import main
 from portable.commands import chat
 from portable.config import load_config
+from portable.converters.cli import main as convert
 from portable.model.build import model_config, training_model
 from portable.planner.cli import main as plan
 from portable.reporting.card import CARD, usage
@@ -199,7 +199,7 @@ def do(command: str) -> None:
     for part in command.split(" && "):
         words = shlex.split(part)
         if words[0] == CONVERT:
-            assert converters.cli.main(words[1:]) == 0, part
+            assert portable.converters.cli.main(words[1:]) == 0, part
         elif words[0] == "portable-chat":
             assert chat.main([*words[1:], "--prompt", "a model", "--max-tokens", "2"]) == 0, part
         elif words[:2] == PYTHON:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters.cli import main as convert
+from portable.converters.cli import main as convert
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.registry import create_backend
@@ -227,7 +227,7 @@ def test_a_merge_that_would_fail_is_rejected_before_training(
     config = configure_run(
         bases / "mixtral", tmp_path / "run", corpus, adapter__type="lora", checkpoint__export="merged"
     )
-    monkeypatch.setattr("converters.adapters.base_names.BaseNames.find", lambda *_: None)
+    monkeypatch.setattr("portable.converters.adapters.base_names.BaseNames.find", lambda *_: None)
     with pytest.raises(UserError, match=r"checkpoint\.export: .* give the base"):
         prepare(resolve(config, "cpu"), create_backend("cpu"))
 

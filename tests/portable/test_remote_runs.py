@@ -16,8 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from converters.storage.object_store import RemotePath
 from portable.cli import main
+from portable.converters.storage.object_store import RemotePath
 from portable.errors import RunError, UserError
 from portable.output import lease
 from portable.output.lease import LEASE_FILE, Lease
@@ -35,7 +35,7 @@ EIGHT = "checkpoints/step-000008"
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
-    monkeypatch.setattr("converters.storage.object_store.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("portable.converters.storage.object_store.FIRST_WAIT", 0.01)
     monkeypatch.setattr("portable.run.train.gc", Mock(spec=gc))
 
 
@@ -219,7 +219,7 @@ def test_a_store_that_is_away_for_a_while(
     s3 = remote.store
     monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
     monkeypatch.setattr("portable.checkpoint.store._RETRY_SECONDS", 0.2)
-    monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART // 8)
+    monkeypatch.setattr("portable.converters.storage.object_store.PART_BYTES", LEAST_PART // 8)
     s3.least_part(1)
     settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": None}
     settings["checkpoint__async"] = moment != "without a background"

@@ -17,11 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from converters.formats.dcp.checksums import CHECKSUMS
-from converters.manifest import MANIFEST
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
+from portable.converters.formats.dcp.checksums import CHECKSUMS
+from portable.converters.manifest import MANIFEST
 from portable.errors import DamagedError, UserError
 from portable.output.output_dir import locked, open_output
 from portable.reporting.html_report import write_report

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from portable import SIBLINGS, UserError, plugins, train
+from portable import UserError, plugins, train
 from portable.api import with_objects
 from portable.batch import Batch
 from portable.callbacks import Run
@@ -303,7 +303,7 @@ def test_a_scalar_parameter_is_refused(corpus: Path, tmp_path: Path) -> None:
         models.training_model(models.model_config(config.model), config)
 
 
-# -- modules named like packages of ours -----------------------------------------------------------------
+# -- modules named like folders of the repository ---------------------------------------------------------
 
 
 ROOT = Path(__file__).parents[2]
@@ -328,42 +328,26 @@ def test_commands_have_our_packages(name: str, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"usage: {name.removesuffix('er')}")
 
 
-@pytest.mark.parametrize(
-    ("setting", "text", "hidden"),
-    [
-        ("plugged:loss", "from configs import VALUE\ndef loss(): return VALUE\n", False),
-        ("gpu:kernel", "", True),
-        ("plugged:loss", "from gpu import kernel\ndef loss(): pass\n", True),
-    ],
-)
-def test_a_plug_in_has_its_own_configs_and_what_ours_hides_is_named(
-    setting: str, text: str, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("module", ["configs", "converters", "gpu", "tpu"])
+def test_setting_names_module_called_like_a_folder_of_the_repository(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a current folder with a ``gpu.py`` and a package ``configs``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    Path("configs").mkdir()
-    Path("configs/__init__.py").write_text("VALUE = 7\n")
-    Path("gpu.py").write_text("def kernel(): pass\n")
-    Path("plugged.py").write_text(text)
-    for name in ("plugged", "configs"):
+    Path(f"{module}.py").write_text("def loss(): return 7\n")
+    Path("plugged.py").write_text(f"from {module} import loss\n")
+    for name in ("plugged", module):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    if hidden:
-        with pytest.raises(UserError) as refused:
-            plugins.load("train.loss", setting)
-        remedy = f"gpu is a package of portable-trainer, which hides {tmp_path / 'gpu.py'}; rename yours"
-        assert str(refused.value).startswith(f"train.loss: {setting}: ")
-        assert str(refused.value).endswith(remedy)
-    else:
-        assert plugins.load("train.loss", setting)() == 7
-        monkeypatch.delitem(sys.modules, "configs")
+    for name in (module, "plugged"):
+        assert plugins.load("train.loss", f"{name}:loss")() == 7
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_what_is_installed_claims_no_other_name() -> None:
     setuptools = pytest.importorskip("setuptools")
     settings = PROJECT["tool"]["setuptools"]
     found = setuptools.find_namespace_packages(str(ROOT), include=settings["packages"]["find"]["include"])
-    assert {name.partition(".")[0] for name in found} == {"portable", *SIBLINGS}
+    assert {name.partition(".")[0] for name in found} == {"portable"}
     assert {"portable.configs", "portable.configs.starters"} <= set(found)
     shipped = {
         file

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from converters import open_checkpoint
+from portable.converters import open_checkpoint
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve

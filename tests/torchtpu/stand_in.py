@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tpu.compile.messages import messages, place_on
+from portable.tpu.compile.messages import messages, place_on
 
 PATIENCE = 120.0  # seconds that a chip waits for the others, where a TPU would hang
 POINTER, SIZE, INT, INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
@@ -433,7 +433,7 @@ def _pretend_chips(device_specs: Any) -> None:
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch_tpu._loader": _count_on_host,
-    "tpu.device_specs": _pretend_chips,
+    "portable.tpu.device_specs": _pretend_chips,
 }
 KEPT: list[Any] = []
 

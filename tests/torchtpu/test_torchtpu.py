@@ -21,14 +21,14 @@ from portable.errors import UserError
 from portable.planner.cli import main as plan
 from portable.registry import backend_package, resolve_backend
 from portable.reporting.metrics import read_metrics
+from portable.tpu import device_specs
+from portable.tpu.torchtpu.of_torch_tpu import PACKAGE
 from tests.parity import take_steps
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 from tests.torchtpu.pool import NEEDS_TORCH_TPU, TpuPool, is_here
 from tests.torchtpu.stand_in import environment
 from tests.zygote import Zygote
-from tpu import device_specs
-from tpu.torchtpu.of_torch_tpu import PACKAGE
 
 needs_torch_tpu = pytest.mark.skipif(not is_here(), reason=NEEDS_TORCH_TPU)
 COMMON: dict[str, Any] = {

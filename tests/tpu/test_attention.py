@@ -48,9 +48,9 @@ def attended(name: str, device: str) -> list[torch.Tensor]:
 
 
 def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
-    from tpu.xla import attention, runtime
-    from tpu.xla.layout import Layout
-    from tpu.xla.runtime import torch_xla
+    from portable.tpu.xla import attention, runtime
+    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.runtime import torch_xla
 
     runtime.start()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="llama"))
@@ -107,8 +107,8 @@ LENGTH = 52  # which no other size is
 
 def steps_and_graph(config: Any) -> tuple[Steps, str]:
     """Four steps, and the first graph, as torch_xla hands it to the compiler."""
-    from tpu.xla.graphs import Graphs
-    from tpu.xla.runtime import torch_xla
+    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.runtime import torch_xla
 
     texts: list[str] = []
     run = Graphs.run
@@ -153,8 +153,8 @@ def with_a_bias(device: str) -> list[torch.Tensor]:
 
 
 def on_a_device() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    from tpu.xla import attention, runtime
-    from tpu.xla.layout import Layout
+    from portable.tpu.xla import attention, runtime
+    from portable.tpu.xla.layout import Layout
 
     runtime.start()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="t5"))

@@ -23,17 +23,17 @@ from portable.planner.compiled import advised, compare
 from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph, LargeValue
 from portable.planner.memory_model import Setting
 from portable.planner.plan import DeviceBytes, Option
+from portable.tpu.compile import compiler, trace
+from portable.tpu.compile.compiler import compile_graphs, exhausted, find_library, refused
+from portable.tpu.compile.hlo import Computation
+from portable.tpu.compile.libtpu import compile_options
+from portable.tpu.compile.messages import messages
+from portable.tpu.compile.report import analyse, convolution_flops
+from portable.tpu.compile.slices import GENERATIONS, Slice, find_slice
+from portable.tpu.libtpu_flags import OURS, with_missing
 from tests.ranks import wait_for
 from tests.tpu import hlo_modules as hlo
 from tests.tpu.hlo_modules import field, varint
-from tpu.compile import compiler, trace
-from tpu.compile.compiler import compile_graphs, exhausted, find_library, refused
-from tpu.compile.hlo import Computation
-from tpu.compile.libtpu import compile_options
-from tpu.compile.messages import messages
-from tpu.compile.report import analyse, convolution_flops
-from tpu.compile.slices import GENERATIONS, Slice, find_slice
-from tpu.libtpu_flags import OURS, with_missing
 
 NEVER = 1 << 62
 ALL = ("v4", "v5e", "v5p", "v6e")
@@ -109,7 +109,7 @@ def test_flags_are_those_of_a_run() -> None:
     given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
     for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
         ours = Slice(device, FOUR[device]).environment({"LIBTPU_INIT_ARGS": given})["LIBTPU_INIT_ARGS"]
-        begun = with_missing(given, OURS)  # as tpu.xla.runtime, before torch_xla is imported
+        begun = with_missing(given, OURS)  # as portable.tpu.xla.runtime, before torch_xla is imported
         assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, begun).split()), device
 
 
@@ -438,7 +438,7 @@ def test_a_compiler_that_dies(
 ASKS = """
 import os
 from pathlib import Path
-from tpu.compile.child import ask
+from portable.tpu.compile.child import ask
 code = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
 ask(code, Path({answer!r}), given=None, environment=os.environ, failure=lambda *ended: "")
 """

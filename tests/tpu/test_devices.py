@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tpu import device_specs as devices
-from tpu.libtpu_flags import OURS, VARIABLE
+from portable.tpu import device_specs as devices
+from portable.tpu.libtpu_flags import OURS, VARIABLE
 
 OWN = [f"--{flag}" for flag in OURS]
 
@@ -125,7 +125,7 @@ def test_auto_takes_a_tpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tm
 def test_flags_of_the_compiler(
     runs_on: str, given: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpu.xla import runtime
+    from portable.tpu.xla import runtime
 
     monkeypatch.setenv("PJRT_DEVICE", runs_on)
     monkeypatch.setenv(VARIABLE, given)

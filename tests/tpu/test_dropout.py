@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from portable.tpu.compile.hlo import Module
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_trace import DEVICES, traced
 from tests.xla import XlaPool
-from tpu.compile.hlo import Module
 
 
 def keyed(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +33,7 @@ def z_scores(mask: torch.Tensor, p: float) -> list[float]:
 
 @pytest.mark.parametrize("p", [0.9, 0.5, 0.01])
 def test_masks_are_random(p: float) -> None:
-    from tpu.xla.dropout import drawn
+    from portable.tpu.xla.dropout import drawn
 
     shape = torch.Size((4, 8, 64, 128))
     first, second = keyed(0)
@@ -44,11 +44,11 @@ def test_masks_are_random(p: float) -> None:
 
 def dropped() -> list[torch.Tensor]:
     from portable.config import load_config
-    from tpu.xla import runtime
-    from tpu.xla.dropout import draw_by_position
-    from tpu.xla.layout import Layout
-    from tpu.xla.of_torch_xla import xla
-    from tpu.xla.runtime import xr
+    from portable.tpu.xla import runtime
+    from portable.tpu.xla.dropout import draw_by_position
+    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.of_torch_xla import xla
+    from portable.tpu.xla.runtime import xr
 
     runtime.start()
     draw_by_position()

@@ -19,9 +19,9 @@ from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
+from portable.tpu.xla.footprint import footprint
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK, XlaPool
-from tpu.xla.footprint import footprint
 
 
 def kept(config: RunConfig) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def kept(config: RunConfig) -> tuple[int, int]:
 
 
 def on_first_device(tensors: Any) -> int:
-    from tpu.xla.of_torch_xla import xla
+    from portable.tpu.xla.of_torch_xla import xla
 
     held = 0
     for tensor in tensors:

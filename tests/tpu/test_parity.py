@@ -226,7 +226,7 @@ def placed() -> tuple[list[list[int]], list[list[int]], str]:
 
     from portable.config import load_config
     from portable.errors import UserError
-    from tpu.xla import layout, runtime
+    from portable.tpu.xla import layout, runtime
 
     runtime.start()
     given: dict[str, Any] = {"backend": "xla", **TWO_A_SEQUENCE}

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from converters import open_checkpoint
 from portable.config import RunConfig
+from portable.converters import open_checkpoint
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import create_backend
@@ -71,7 +71,7 @@ def test_counts_graphs_and_transfers_in_the_metrics(tmp_path: Path, corpus: Path
 
 def reports_of_odd_steps(config: RunConfig) -> list[str]:
     """What is said when the shape of a batch changes, and when a scalar becomes a constant of the step."""
-    from tpu.xla.graphs import Graphs
+    from portable.tpu.xla.graphs import Graphs
 
     said: list[str] = []
     with opened(config) as trial:
@@ -102,7 +102,7 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
-    from tpu.xla.saving import staged_shards
+    from portable.tpu.xla.saving import staged_shards
 
     backend = create_backend("xla")
     run = prepare(resolve(config, backend.name), backend)
@@ -134,8 +134,8 @@ def save_as_a_host(folder: Path) -> None:
     import torch.distributed as dist
 
     from portable.engines.fsdp.saving import Saver
-    from tpu.xla.layout import Shard
-    from tpu.xla.saving import Staged, StagedPlanner
+    from portable.tpu.xla.layout import Shard
+    from portable.tpu.xla.saving import Staged, StagedPlanner
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -166,7 +166,9 @@ def counted_by_hosts() -> list[torch.Tensor]:
     backend: Any = create_backend("xla")
     backend.world_size, backend._layout = 2, SimpleNamespace(sequence=2, whole=torch.clone)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tpu.xla.backend.sum_over_ranks", lambda numbers: [2 * number for number in numbers])
+        patch.setattr(
+            "portable.tpu.xla.backend.sum_over_ranks", lambda numbers: [2 * number for number in numbers]
+        )
         return [backend.total(number) for number in ((1 << 24) + 1, 0.5)]
 
 
@@ -240,7 +242,7 @@ def refusal(answer: tuple[int, str]) -> str:
 @pytest.fixture
 def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever came before, torch_xla is looked for again."""
-    for name in ("tpu.xla.runtime", "tpu.xla.backend"):
+    for name in ("portable.tpu.xla.runtime", "portable.tpu.xla.backend"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from converters import open_checkpoint
 from portable.config import RunConfig
+from portable.converters import open_checkpoint
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -256,8 +256,8 @@ def by_hand() -> list[torch.Tensor]:
 
 
 def in_a_loop(recompute: bool) -> tuple[list[torch.Tensor], int]:
-    from tpu.xla import runtime
-    from tpu.xla.scan import Scan
+    from portable.tpu.xla import runtime
+    from portable.tpu.xla.scan import Scan
 
     runtime.start()
     given = [tensor.to("xla:0").requires_grad_() for tensor in inputs()]
@@ -280,8 +280,8 @@ def test_the_gradients_of_a_loop(recompute: bool, saved: int, xla: XlaPool) -> N
 
 
 def dropped(recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    from tpu.xla import runtime
-    from tpu.xla.scan import Scan
+    from portable.tpu.xla import runtime
+    from portable.tpu.xla.scan import Scan
 
     def drop(carry: Any, slices: Any, _: Any) -> Any:
         return carry, (torch.nn.functional.dropout(slices[0], 0.5),)

@@ -12,15 +12,15 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from portable.config import RunConfig
 from portable.run.rank import run_rank
+from portable.tpu.compile.hlo import Module
+from portable.tpu.compile.messages import messages
+from portable.tpu.compile.trace import ANSWER, trace_graphs
+from portable.tpu.xla.sharding import ShardingRules
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import PAIRS, pairs
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_parity import MODELS
 from tests.xla import QUICK, XlaPool
-from tpu.compile.hlo import Module
-from tpu.compile.messages import messages
-from tpu.compile.trace import ANSWER, trace_graphs
-from tpu.xla.sharding import ShardingRules
 
 DEVICES = 4
 ONE_LAYER = {**TINY_MODEL, "num_hidden_layers": 1}
@@ -57,7 +57,7 @@ def run(config: RunConfig) -> int:
 
 
 def traced(config: RunConfig, folder: Path) -> list[str]:
-    from tpu.xla.tracing import trace
+    from portable.tpu.xla.tracing import trace
 
     return [graph["name"] for graph in trace(config, folder, "CPU")]
 

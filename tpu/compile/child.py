@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from converters.interrupts import ignore_interrupts
+from portable.converters.interrupts import ignore_interrupts
 from portable.errors import UserError, one_line
 from portable.plugins import new_python
 

@@ -19,11 +19,11 @@ from portable.planner.compiled import GRAPH
 from portable.planner.compiled_graph import Compiled
 from portable.temporary_folder import scratch_folder
 from portable.terminal import at_a_terminal
-from tpu.compile.child import ask
-from tpu.compile.hlo import short
-from tpu.compile.slices import Slice, find_slice
-from tpu.compile.trace import trace_graphs
-from tpu.compile.worker import DUMP, Job
+from portable.tpu.compile.child import ask
+from portable.tpu.compile.hlo import short
+from portable.tpu.compile.slices import Slice, find_slice
+from portable.tpu.compile.trace import trace_graphs
+from portable.tpu.compile.worker import DUMP, Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -151,7 +151,7 @@ def _answer(job: Job) -> dict[str, Any]:
         if job.only_memory:
             environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP} --xla_dump_hlo_as_proto"
         answer = ask(
-            "from tpu.compile.worker import main; main()",
+            "from portable.tpu.compile.worker import main; main()",
             folder / "compiled.json",
             given=job,
             environment=environment,

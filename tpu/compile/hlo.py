@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu.compile.messages import messages
+from portable.tpu.compile.messages import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

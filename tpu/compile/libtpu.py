@@ -2,7 +2,7 @@
 
 The functions and structs are those of ``xla/pjrt/c/pjrt_c_api.h``. Since its version 0.57 functions and
 fields have only been appended, so that a table of indices serves every later release. libtpu ends the process
-on some errors: call this in a process of its own (:mod:`tpu.compile.worker`).
+on some errors: call this in a process of its own (:mod:`portable.tpu.compile.worker`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tpu.compile.messages import messages, place_on
+from portable.tpu.compile.messages import messages, place_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from portable.planner.compiled_graph import Collective, LargeValue
-from tpu.compile.hlo import HOST_MEMORY, Module
+from portable.tpu.compile.hlo import HOST_MEMORY, Module
 
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from tpu.compile.hlo import Computation, Instruction
+    from portable.tpu.compile.hlo import Computation, Instruction
 
 KINDS = (
     "all-gather",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError
-from tpu.libtpu_flags import OURS, VARIABLE, with_missing
+from portable.tpu.libtpu_flags import OURS, VARIABLE, with_missing
 
 if TYPE_CHECKING:
-    from tpu.compile.libtpu import Topology, Value
+    from portable.tpu.compile.libtpu import Topology, Value
 
 GIB = 2**30
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

@@ -1,8 +1,9 @@
 """Write the graphs that a run would compile for a TPU. Needs no TPU, no weights, and not the model's memory.
 
 The graphs come from a process of its own with as many virtual devices as the slice has
-(:mod:`tpu.xla.tracing`). They are those of the run, sharding annotations and donated buffers included.
-One difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay apart.
+(:mod:`portable.tpu.xla.tracing`). They are those of the run, sharding annotations and donated buffers
+included. One difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay
+apart.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.checks import check
-from tpu.compile.child import ask, last_words
+from portable.tpu.compile.child import ask, last_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +68,7 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
     found = ask(
-        "from tpu.xla.tracing import main; main()",
+        "from portable.tpu.xla.tracing import main; main()",
         answer,
         hardware,
         given=config,

@@ -1,7 +1,8 @@
 """The process that compiles.
 
 libtpu may end its process, takes gigabytes, and reads its flags once: so a run's graphs are compiled in a
-process of their own (:mod:`tpu.compile.child`). It prints the name of each graph as it begins with it.
+process of their own (:mod:`portable.tpu.compile.child`). It prints the name of each graph as it begins with
+it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.planner.compiled_graph import CompiledGraph
-from tpu.compile.child import answers, answers_and_ends, given
-from tpu.compile.hlo import Module
-from tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
-from tpu.compile.messages import messages
-from tpu.compile.report import analyse
+from portable.tpu.compile.child import answers, answers_and_ends, given
+from portable.tpu.compile.hlo import Module
+from portable.tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
+from portable.tpu.compile.messages import messages
+from portable.tpu.compile.report import analyse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tpu.compile.libtpu import Executable
-    from tpu.compile.slices import Slice
+    from portable.tpu.compile.libtpu import Executable
+    from portable.tpu.compile.slices import Slice
 
 DUMP = "dump"
 """A folder beside the answer, in which the compiler says what it does."""

@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from tpu.compile.libtpu import CompileError
-from tpu.compile.messages import messages, place_on
-from tpu.compile.worker import measured
+from portable.tpu.compile.libtpu import CompileError
+from portable.tpu.compile.messages import messages, place_on
+from portable.tpu.compile.worker import measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from portable.planner.compiled_graph import CompiledGraph
-    from tpu.compile.libtpu import Topology
+    from portable.tpu.compile.libtpu import Topology
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _WHEN_READY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)

@@ -1,9 +1,9 @@
 """A training step of backend ``tpu`` without a TPU: the engine of a run, on chips that compute nothing.
 
 ``portable-plan --backend tpu --compile`` starts it in a process of its own, which stands for the first rank.
-The other ranks exist as answers of a store (:func:`tpu.torchtpu.of_torch_tpu.start_alone`). Each program of
-a few steps, collectives included, goes to libtpu's compiler; :mod:`tpu.torchtpu.dry_chip` counts what they
-leave in a chip's memory.
+The other ranks exist as answers of a store (:func:`portable.tpu.torchtpu.of_torch_tpu.start_alone`). Each
+program of a few steps, collectives included, goes to libtpu's compiler; :mod:`portable.tpu.torchtpu.dry_chip`
+counts what they leave in a chip's memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from portable.model.parameters import state_tensors
 from portable.model.tensors import ComputedTensor
 from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph
 from portable.temporary_folder import scratch_folder
-from tpu.compile.child import answers_and_ends, ask, given, last_words
-from tpu.compile.compiler import NO_VALUES, find_library, summary
-from tpu.compile.libtpu import CompileError, Libtpu
-from tpu.compile.slices import Slice, find_slice
-from tpu.compile.traced_step import traced_step
-from tpu.torchtpu import of_torch_tpu
-from tpu.torchtpu.dry_chip import DryChip
+from portable.tpu.compile.child import answers_and_ends, ask, given, last_words
+from portable.tpu.compile.compiler import NO_VALUES, find_library, summary
+from portable.tpu.compile.libtpu import CompileError, Libtpu
+from portable.tpu.compile.slices import Slice, find_slice
+from portable.tpu.compile.traced_step import traced_step
+from portable.tpu.torchtpu import of_torch_tpu
+from portable.tpu.torchtpu.dry_chip import DryChip
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.registry import CompileTarget
-    from tpu.compile.libtpu import Topology
+    from portable.tpu.compile.libtpu import Topology
 
 _NOTE = (
     "one graph stands for the {programs} programs of a step, which libtpu compiled one by one; its memory is "
@@ -57,7 +57,7 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     library = find_library()
     with scratch_folder("portable-compile") as folder:
         answer = ask(
-            "from tpu.torchtpu.dry_run import main; main()",
+            "from portable.tpu.torchtpu.dry_run import main; main()",
             folder / "answer.json",
             given=(config, wanted, library.path, target.large or NO_VALUES),
             environment=wanted.environment(dict(os.environ)) | _launch_environment(wanted),

@@ -9,12 +9,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from portable.private import Package
-from tpu.compile.child import answers, given
+from portable.tpu.compile.child import answers, given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tpu.compile.libtpu import Topology
+    from portable.tpu.compile.libtpu import Topology
 
 PACKAGE = Package("torch-tpu", "0.2.0")
 _FEATURE = "backend: tpu"
@@ -34,7 +34,7 @@ def load() -> None:
 def answer_launch_environment() -> None:
     """The variables that the ranks of this host must share, which name their ports and how chips connect.
 
-    See :func:`tpu.compile.child.ask`, which gives the number of ranks.
+    See :func:`portable.tpu.compile.child.ask`, which gives the number of ranks.
     """
     load()
     import torch

@@ -10,9 +10,9 @@ from portable.engines.package import TorchPackage
 from portable.errors import require
 from portable.registry import World
 from portable.temporary_folder import scratch_folder
-from tpu import device_specs
-from tpu.compile.child import ask, last_words
-from tpu.torchtpu import of_torch_tpu
+from portable.tpu import device_specs
+from portable.tpu.compile.child import ask, last_words
+from portable.tpu.torchtpu import of_torch_tpu
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class TorchTpuPackage(TorchPackage):
         return config
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
-        from tpu.torchtpu.dry_run import compile_run
+        from portable.tpu.torchtpu.dry_run import compile_run
 
         return compile_run(self.adopt(config, World(target.devices)), target)
 
@@ -66,7 +66,7 @@ class TorchTpuPackage(TorchPackage):
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.
         with scratch_folder("portable-launch") as folder:
             answer = ask(
-                "from tpu.torchtpu.of_torch_tpu import answer_launch_environment as main; main()",
+                "from portable.tpu.torchtpu.of_torch_tpu import answer_launch_environment as main; main()",
                 folder / "answer.json",
                 given=ranks,
                 environment=os.environ,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.private.of_torch import tree_flatten, tree_unflatten
-from tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.model.layers import transformer_layers
-from tpu.xla.layout import constrain
-from tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.layout import constrain
+from portable.tpu.xla.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
 
-    from tpu.xla.layout import Layout
-    from tpu.xla.scan_layers import Segment
+    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.scan_layers import Segment
 
 
 def constrain_activations(model: nn.Module, layout: Layout, segments: Iterable[Segment]) -> None:

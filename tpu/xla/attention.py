@@ -28,17 +28,17 @@ from portable.model.document_attention import (
 from portable.model.shareable import a_head_for_each
 from portable.private import of_torch
 from portable.private.of_transformers import attention_kernel, mask_functions, share_heads_of_keys
-from tpu.xla.layout import constrain
-from tpu.xla.of_torch_xla import xla
-from tpu.xla.scan import Scan
+from portable.tpu.xla.layout import constrain
+from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.scan import Scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from torch import Tensor
 
-    from tpu.xla.layout import Layout
-    from tpu.xla.scan import Shardings
+    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.scan import Shardings
 
 
 class _Setting:

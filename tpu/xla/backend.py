@@ -16,15 +16,15 @@ from portable.formatting import human_count
 from portable.paths import default_cache_dir
 from portable.ranks.collectives import any_rank, gather_text, sum_over_ranks
 from portable.terminal import tell
-from tpu import device_specs as devices
-from tpu.xla import graphs, runtime
-from tpu.xla.dropout import draw_by_position
-from tpu.xla.engine import XlaEngine
-from tpu.xla.fixed_shapes import count_on_device, use_fixed_shapes
-from tpu.xla.graphs import Graphs
-from tpu.xla.layout import Layout
-from tpu.xla.of_torch_xla import xla
-from tpu.xla.runtime import torch_xla, xr
+from portable.tpu import device_specs as devices
+from portable.tpu.xla import graphs, runtime
+from portable.tpu.xla.dropout import draw_by_position
+from portable.tpu.xla.engine import XlaEngine
+from portable.tpu.xla.fixed_shapes import count_on_device, use_fixed_shapes
+from portable.tpu.xla.graphs import Graphs
+from portable.tpu.xla.layout import Layout
+from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.runtime import torch_xla, xr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,20 +21,20 @@ from portable.model.loss import divide_by_global_weight, forward_loss
 from portable.optim.average import exchange
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.private.of_transformers import no_value_checks
-from tpu.xla.activation_checkpointing import recompute
-from tpu.xla.activations import along_batch, constrain_activations
-from tpu.xla.attention import attend_by_rows
-from tpu.xla.calling import Caller
-from tpu.xla.checks import GATHERED_ONCE
-from tpu.xla.gather import gather_matrices
-from tpu.xla.generation import sampled
-from tpu.xla.head import shard_gradient
-from tpu.xla.layout import another, constrain
-from tpu.xla.of_torch_xla import xla
-from tpu.xla.parameters import Parameters
-from tpu.xla.saving import StagedPlanner, staged_state
-from tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
-from tpu.xla.user_optimizer import optimizer_of
+from portable.tpu.xla.activation_checkpointing import recompute
+from portable.tpu.xla.activations import along_batch, constrain_activations
+from portable.tpu.xla.attention import attend_by_rows
+from portable.tpu.xla.calling import Caller
+from portable.tpu.xla.checks import GATHERED_ONCE
+from portable.tpu.xla.gather import gather_matrices
+from portable.tpu.xla.generation import sampled
+from portable.tpu.xla.head import shard_gradient
+from portable.tpu.xla.layout import another, constrain
+from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.parameters import Parameters
+from portable.tpu.xla.saving import StagedPlanner, staged_state
+from portable.tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
+from portable.tpu.xla.user_optimizer import optimizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from converters import Checkpoint
     from portable.backend import SaveHandle
     from portable.batch import Batch
     from portable.config import RunConfig
+    from portable.converters import Checkpoint
     from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor
-    from tpu.xla.graphs import Graphs
-    from tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.layout import Layout, Spec
 
 DTYPES = {
     "fp32": torch.float32,

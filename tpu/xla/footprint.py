@@ -14,8 +14,8 @@ from portable.checks import check
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Setting, Traffic
 from portable.planner.optimizer_memory import MASTER, moment_bytes
 from portable.planner.passes import Compiler
-from tpu.xla.checks import GATHERED_ONCE
-from tpu.xla.sharding import HYBRID, LANES, ShardingRules, turned
+from portable.tpu.xla.checks import GATHERED_ONCE
+from portable.tpu.xla.sharding import HYBRID, LANES, ShardingRules, turned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +99,7 @@ def result(operation: str, *, elementwise: bool) -> Result:
 
 def every_expert(model: Any) -> None:
     """Make mixtures of experts compute every expert for every token, as the engine does."""
-    from tpu.xla.fixed_shapes import use_fixed_shapes  # which needs torch
+    from portable.tpu.xla.fixed_shapes import use_fixed_shapes  # which needs torch
 
     use_fixed_shapes(model, lambda tensor: tensor)
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tpu.xla.calling import Caller
-from tpu.xla.layout import constrain
+from portable.tpu.xla.calling import Caller
+from portable.tpu.xla.layout import constrain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.layout import Layout, Spec
 
 
 def gather_matrices(

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from tpu.xla.graphs import Graphs
-    from tpu.xla.layout import Layout
+    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.layout import Layout
 
 
 def sampled(

@@ -8,8 +8,8 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tpu.xla.of_torch_xla import xla
-from tpu.xla.runtime import torch_xla, xla_metrics
+from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.runtime import torch_xla, xla_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

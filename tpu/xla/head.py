@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tpu.xla.layout import another, marked
-from tpu.xla.of_torch_xla import xla
-from tpu.xla.sharding import turned
+from portable.tpu.xla.layout import another, marked
+from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.sharding import turned
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.layout import Layout, Spec
 
 
 def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:

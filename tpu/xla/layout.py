@@ -16,9 +16,9 @@ import torch
 
 from portable.errors import UserError, require
 from portable.model.tensors import to_torch
-from tpu.xla.of_torch_xla import xla
-from tpu.xla.runtime import torch_xla, xr, xs
-from tpu.xla.sharding import HYBRID, ShardingRules
+from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.runtime import torch_xla, xr, xs
+from portable.tpu.xla.sharding import HYBRID, ShardingRules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

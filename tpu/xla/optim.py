@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from converters import Tensor as StoredTensor
+from portable.converters import Tensor as StoredTensor
 from portable.model.groups import groups_of
 from portable.optim import adafactor
 from portable.optim.average import AVERAGE
 from portable.optim.muon import blend_momentum, orthogonalized, rate_factor
 from portable.optim.optimizers import muon, parameter_groups, rate_of
 from portable.optim.stored_state import check_entry
-from tpu.xla.layout import Spec, marked
+from portable.tpu.xla.layout import Spec, marked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
 
-    from converters.checkpoint import OptimizerState
     from portable.config.sections import TrainConfig
+    from portable.converters.checkpoint import OptimizerState
     from portable.optim.optimizers import Group
-    from tpu.xla.layout import Layout
-    from tpu.xla.parameters import Parameters
+    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.parameters import Parameters
 
 State = dict[str, torch.Tensor]
 Places = dict[str, tuple[tuple[int, ...], Spec]]

@@ -34,7 +34,7 @@ class XlaPackage:
     runs_cuda = runs_zero = False
 
     def is_here(self) -> bool:
-        from tpu.device_specs import uses_tpu
+        from portable.tpu.device_specs import uses_tpu
 
         return uses_tpu()
 
@@ -51,18 +51,18 @@ class XlaPackage:
         return {}
 
     def world(self, ranks: int) -> World:
-        from tpu.xla import runtime
+        from portable.tpu.xla import runtime
 
         runtime.start()  # only the runtime knows the hosts of a slice
         return World(runtime.hosts(), runtime.local_devices())
 
     def default_precision(self, *, in_rank: bool) -> str | None:
-        from tpu.xla import runtime
+        from portable.tpu.xla import runtime
 
         return "bf16" if runtime.on_tpu() else "fp32"
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[Problem]:
-        from tpu.xla import checks
+        from portable.tpu.xla import checks
 
         return checks.find_problems(config, late=late)
 
@@ -70,8 +70,8 @@ class XlaPackage:
         return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
 
     def check(self, config: RunConfig, world: World) -> None:
-        from tpu.xla import runtime
-        from tpu.xla.layout import Layout
+        from portable.tpu.xla import runtime
+        from portable.tpu.xla.layout import Layout
 
         require(
             config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
@@ -96,22 +96,22 @@ class XlaPackage:
         return "to use less, set data.num_workers or train.micro_batch_size lower"
 
     def footprint(self) -> FootprintModule:
-        from tpu.xla import footprint
+        from portable.tpu.xla import footprint
 
         return footprint
 
     def devices(self) -> tuple[Device, ...]:
-        from tpu.device_specs import accelerators
+        from portable.tpu.device_specs import accelerators
 
         return tuple(accelerators())
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
-        from tpu.compile.compiler import compile_run
+        from portable.tpu.compile.compiler import compile_run
 
         return compile_run(config, target)
 
     def create(self) -> Backend:
-        from tpu.xla.backend import XlaBackend
+        from portable.tpu.xla.backend import XlaBackend
 
         return XlaBackend(self.name)
 

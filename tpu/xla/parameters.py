@@ -9,8 +9,8 @@ from torch import nn
 
 from portable.errors import require
 from portable.model.parameters import replace_tensors, state_tensors, stored_tensors
-from tpu.xla.layout import Shard
-from tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.layout import Shard
+from portable.tpu.xla.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.model.tensors import ReadableTensor
-    from tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.layout import Layout, Spec
 
 
 class Parameters:

@@ -10,9 +10,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, one_line
-from tpu import device_specs as devices
-from tpu.libtpu_flags import OURS, VARIABLE, with_missing
-from tpu.xla.of_torch_xla import xla
+from portable.tpu import device_specs as devices
+from portable.tpu.libtpu_flags import OURS, VARIABLE, with_missing
+from portable.tpu.xla.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from pathlib import Path

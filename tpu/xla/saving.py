@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tpu.xla.layout import Layout, Shard
-    from tpu.xla.parameters import Parameters
+    from portable.tpu.xla.layout import Layout, Shard
+    from portable.tpu.xla.parameters import Parameters
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def staged_state(layout: Layout, held: Parameters, optimizer: Any, rate: float) 
     """What this host saves of weights and optimizer, under the names of a live model.
 
     Args:
-        optimizer: with the methods of :class:`tpu.xla.optim.Optimizer`.
+        optimizer: with the methods of :class:`portable.tpu.xla.optim.Optimizer`.
         rate: the learning rate of the last step.
     """
     scalars = optimizer.scalars()

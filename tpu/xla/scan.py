@@ -15,9 +15,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from portable.private.of_torch import changes, root_and_replay
-from tpu.xla.layout import another, constrain
-from tpu.xla.of_torch_xla import lowering_context, xla
-from tpu.xla.runtime import xb
+from portable.tpu.xla.layout import another, constrain
+from portable.tpu.xla.of_torch_xla import lowering_context, xla
+from portable.tpu.xla.runtime import xb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

@@ -19,15 +19,15 @@ from portable.model.layers import layer_kinds, transformer_layers, trial_forward
 from portable.model.parameters import tied_names
 from portable.model.tensors import to_numpy
 from portable.private.of_torch import tree_flatten, tree_flatten_with_path, tree_unflatten
-from tpu.xla.calling import Caller
-from tpu.xla.scan import Scan
+from portable.tpu.xla.calling import Caller
+from portable.tpu.xla.scan import Scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from tpu.xla.scan import Shardings
+    from portable.tpu.xla.scan import Shardings
 
 LONGEST_PERIOD = 16
 HIDDEN = object()

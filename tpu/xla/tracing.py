@@ -1,4 +1,4 @@
-"""The other side of :mod:`tpu.compile.trace`: a process that records graphs and runs none.
+"""The other side of :mod:`portable.tpu.compile.trace`: a process that records graphs and runs none.
 
 The backend, engine, loss and optimizer are those of a run. Two things differ. The state has shapes, dtypes
 and shardings but no values, so a model takes no memory. And where a run would compile and execute a graph,
@@ -27,13 +27,13 @@ from portable.model.labels import problem_of
 from portable.model.loss import StepSums
 from portable.model.parameters import state_tensors
 from portable.terminal import tell
-from tpu.compile.child import answers_and_ends, given
-from tpu.compile.messages import buffer_donors
-from tpu.compile.traced_step import traced_step
-from tpu.xla.backend import XlaBackend
-from tpu.xla.graphs import Graphs
-from tpu.xla.layout import Layout
-from tpu.xla.of_torch_xla import lowering_context, xla
+from portable.tpu.compile.child import answers_and_ends, given
+from portable.tpu.compile.messages import buffer_donors
+from portable.tpu.compile.traced_step import traced_step
+from portable.tpu.xla.backend import XlaBackend
+from portable.tpu.xla.graphs import Graphs
+from portable.tpu.xla.layout import Layout
+from portable.tpu.xla.of_torch_xla import lowering_context, xla
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
-    from tpu.xla.engine import XlaEngine
-    from tpu.xla.layout import Spec
+    from portable.tpu.xla.engine import XlaEngine
+    from portable.tpu.xla.layout import Spec
 
 REAL_ELEMENTS = 1 << 14  # tensors up to this size are uploaded: learning rates, counters
 NAMES = {"sampled token": "generation"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from converters import Tensor as StoredTensor
+from portable.converters import Tensor as StoredTensor
 from portable.errors import require
 from portable.model.groups import groups_of
 from portable.optim.average import AVERAGE, keep_average
@@ -16,22 +16,22 @@ from portable.optim.optimizers import parameter_groups, rate_of
 from portable.optim.stored_state import check_entry, number_like, plain_group, restore_groups
 from portable.optim.user_optimizer import UserOptimizer
 from portable.plugins import names_code
-from tpu.xla.layout import marked
-from tpu.xla.optim import Optimizer
+from portable.tpu.xla.layout import marked
+from portable.tpu.xla.optim import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
 
-    from converters.checkpoint import OptimizerState
     from portable.config.sections import TrainConfig
-    from tpu.xla.layout import Layout, Spec
-    from tpu.xla.parameters import Parameters
+    from portable.converters.checkpoint import OptimizerState
+    from portable.tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.parameters import Parameters
 
 
 class OwnOnXla:
-    """The interface of :class:`tpu.xla.optim.Optimizer` for an optimizer of the user's.
+    """The interface of :class:`portable.tpu.xla.optim.Optimizer` for an optimizer of the user's.
 
     It acts on whole tensors, which the compiler spreads over the devices. State of a parameter's shape is
     sharded as it is, other state replicated. torch's own optimizers get ``capturable=True``, so that their
@@ -94,7 +94,7 @@ class OwnOnXla:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
-        """See :meth:`tpu.xla.optim.Optimizer.step`.
+        """See :meth:`portable.tpu.xla.optim.Optimizer.step`.
 
         Raises:
             UserError: if it fails, or would compile again in each step.
@@ -154,7 +154,7 @@ class OwnOnXla:
         return {one: found[name] for name in every for one in self._held.names(name)}
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
-        """See :meth:`tpu.xla.optim.Optimizer.groups`."""
+        """See :meth:`portable.tpu.xla.optim.Optimizer.groups`."""
         made = []
         for group in self._optimizer.param_groups:
             names = [one for name in group["param_names"] for one in self._held.names(name)]
@@ -198,7 +198,7 @@ class OwnOnXla:
 def optimizer_of(
     settings: TrainConfig, model: nn.Module, layout: Layout, held: Parameters, compute: torch.dtype
 ) -> Any:
-    """A :class:`tpu.xla.optim.Optimizer`, or :class:`OwnOnXla` in its place; see there for the arguments."""
+    """Build a :class:`portable.tpu.xla.optim.Optimizer`, or :class:`OwnOnXla` for a custom one."""
     if names_code(settings.optimizer):
         return OwnOnXla(settings, model, layout, held)
     return Optimizer(settings, model, layout, held, compute)

@@ -28,20 +28,20 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.torchzip import TorchZip
-from converters.errors import CheckpointError
-from converters.manifest import MANIFEST, is_named
-from converters.storage.bytes import read_table
-from converters.storage.folder import Folder
-from converters.storage.output_file import write_file
-from converters.storage.path_or_url import place
-from converters.storage.places import names_in
-from converters.tensors.tensor import is_shape
+from portable.converters.containers.torchzip import TorchZip
+from portable.converters.errors import CheckpointError
+from portable.converters.manifest import MANIFEST, is_named
+from portable.converters.storage.bytes import read_table
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.output_file import write_file
+from portable.converters.storage.path_or_url import place
+from portable.converters.storage.places import names_in
+from portable.converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import (
+from portable.converters.containers.pickle_reader import (
     Global,
     Instance,
     Standin,
@@ -22,19 +22,24 @@ from converters.containers.pickle_reader import (
     list_inert_members,
     unpickle,
 )
-from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
-from converters.containers.untrusted import require_attributes, require_list, require_mapping, require_shape
-from converters.errors import CheckpointError
-from converters.formats.dcp.checksums import list_metadata_files, read_checksums
-from converters.limits import MAX_PATH, MAX_TENSOR_NAME
-from converters.tensors.dtypes import FROM_TORCH
+from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
+from portable.converters.containers.untrusted import (
+    require_attributes,
+    require_list,
+    require_mapping,
+    require_shape,
+)
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.dcp.checksums import list_metadata_files, read_checksums
+from portable.converters.limits import MAX_PATH, MAX_TENSOR_NAME
+from portable.converters.tensors.dtypes import FROM_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.formats.dcp.checksums import ShardChecksums
-    from converters.names.canonical import Path as KeyPath
-    from converters.storage.folder import Folder
+    from portable.converters.formats.dcp.checksums import ShardChecksums
+    from portable.converters.names.canonical import Path as KeyPath
+    from portable.converters.storage.folder import Folder
 
 Dims = tuple[int, ...]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import to_json_value
-from converters.errors import CheckpointError
-from converters.formats.torch_save.optimizer import find_moment_shape
-from converters.names.canonical import Path, Roles, find_plain_name, is_number
-from converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
-from converters.tensors.tensor import Tensor
+from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from portable.converters.containers.pickle_reader import to_json_value
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.torch_save.optimizer import find_moment_shape
+from portable.converters.names.canonical import Path, Roles, find_plain_name, is_number
+from portable.converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

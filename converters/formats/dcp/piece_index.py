@@ -22,17 +22,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.errors import CheckpointError
-from converters.formats.dcp.checksums import CHECKSUMS, list_metadata_files
-from converters.formats.dcp.metadata import Item, TensorEntry, ValueEntry, format_chunk_key, read_metadata
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.dcp.checksums import CHECKSUMS, list_metadata_files
+from portable.converters.formats.dcp.metadata import (
+    Item,
+    TensorEntry,
+    ValueEntry,
+    format_chunk_key,
+    read_metadata,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy.typing as npt
 
-    from converters.formats.dcp.metadata import Dims, Entry
-    from converters.storage.folder import Folder
+    from portable.converters.formats.dcp.metadata import Dims, Entry
+    from portable.converters.storage.folder import Folder
 
 BuildOnce = Callable[[str, Callable[[Path], None]], "Path | None"]
 """Function that writes a file in one process of each node.

@@ -13,14 +13,14 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, Scalar
-from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from converters.containers.pickle_reader import format_value
-from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.dcp.checksums import CHECKSUMS, is_metadata_file, list_metadata_files
-from converters.formats.dcp.metadata import (
+from portable.converters.checkpoint import Checkpoint, Scalar
+from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.torchzip import StoredTensor, TorchZip
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.dcp.checksums import CHECKSUMS, is_metadata_file, list_metadata_files
+from portable.converters.formats.dcp.metadata import (
     Dims,
     Entry,
     Item,
@@ -28,22 +28,22 @@ from converters.formats.dcp.metadata import (
     format_chunk_key,
     read_metadata,
 )
-from converters.formats.dcp.tables import ShardedTensor, ShardTables, open_tables
-from converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes
-from converters.storage.bytes import Memory
-from converters.storage.folder import Folder
-from converters.storage.places import names_in
-from converters.storage.safe_open import child, mentions
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.tensor import Box, Tensor, View
+from portable.converters.formats.dcp.tables import ShardedTensor, ShardTables, open_tables
+from portable.converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes
+from portable.converters.storage.bytes import Memory
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import names_in
+from portable.converters.storage.safe_open import child, mentions
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.checkpoint import Aliases, OptimizerState
-    from converters.formats.dcp.piece_index import BuildOnce
-    from converters.names.canonical import Path as KeyPath
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Aliases, OptimizerState
+    from portable.converters.formats.dcp.piece_index import BuildOnce
+    from portable.converters.names.canonical import Path as KeyPath
+    from portable.converters.storage.path_or_url import Place
 
 # Accelerate and the Trainer: numbered folders, one for the model and one for the optimizer.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
@@ -103,8 +103,8 @@ def _open(source: CheckpointPath, folders: Sequence[Place]) -> Checkpoint:
     def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:
             return None
-        from converters.formats.dcp.optimizer import build_optimizer
-        from converters.formats.torch_save.reader import drop_aliases
+        from portable.converters.formats.dcp.optimizer import build_optimizer
+        from portable.converters.formats.torch_save.reader import drop_aliases
 
         if len(roles.optimizers) > 1:
             names = sorted(".".join(map(str, path)) for path in roles.optimizers)

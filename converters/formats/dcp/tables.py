@@ -5,7 +5,8 @@ rank that resumes begins with one table, in an unchanged world its own. It reads
 slice that the tables so far do not cover; `shard_checksums.json` lists the tables that may have the rest.
 
 Checkpoints of earlier versions and of other programs have no tables. One process of each node parses their
-`.metadata` and writes an index, which the other processes map (`converters.formats.dcp.piece_index`).
+`.metadata` and writes an index, which the other processes map
+(`portable.converters.formats.dcp.piece_index`).
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from math import prod
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.formats.dcp.checksums import read_checksums
-from converters.formats.dcp.metadata import TensorEntry, read_metadata_file
-from converters.formats.dcp.piece_index import PieceIndex, open_index
-from converters.tensors.tensor import Box, Tensor, check_shape
-from converters.tensors.tiling import check_boxes_tile
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.dcp.checksums import read_checksums
+from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata_file
+from portable.converters.formats.dcp.piece_index import PieceIndex, open_index
+from portable.converters.tensors.tensor import Box, Tensor, check_shape
+from portable.converters.tensors.tiling import check_boxes_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.formats.dcp.checksums import ShardChecksums
-    from converters.formats.dcp.metadata import Dims, Entry
-    from converters.formats.dcp.piece_index import BuildOnce
-    from converters.storage.folder import Folder
+    from portable.converters.formats.dcp.checksums import ShardChecksums
+    from portable.converters.formats.dcp.metadata import Dims, Entry
+    from portable.converters.formats.dcp.piece_index import BuildOnce
+    from portable.converters.storage.folder import Folder
 
 Region = tuple["Dims", "Dims"]
 """Offsets and sizes."""

@@ -10,19 +10,19 @@ import struct
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError
-from converters.numeric import np
-from converters.storage.bytes import FileSpan, Slice
-from converters.tensors.casting import round_to_dtype
-from converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError
+from portable.converters.numeric import np
+from portable.converters.storage.bytes import FileSpan, Slice
+from portable.converters.tensors.casting import round_to_dtype
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from converters.formats.deepspeed.flat_layout import EqualSlices, Flat, FlatPiece, ParameterShare
-    from converters.storage.bytes import Source
-    from converters.tensors.tensor import Array, Tensor
+    from portable.converters.formats.deepspeed.flat_layout import EqualSlices, Flat, FlatPiece, ParameterShare
+    from portable.converters.storage.bytes import Source
+    from portable.converters.tensors.tensor import Array, Tensor
 
 # Elements at the start, in the middle and at the end of each tensor, about.
 _SAMPLE = 4096

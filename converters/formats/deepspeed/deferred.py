@@ -13,23 +13,23 @@ from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError
-from converters.formats.deepspeed.rank_files import (
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.deepspeed.rank_files import (
     ModelFile,
     OptimFile,
     check_same,
     read_model,
     read_optim,
 )
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.tensor import View, compute_row_major_strides
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.storage.bytes import Touched
-    from converters.storage.folder import Folder
+    from portable.converters.storage.bytes import Touched
+    from portable.converters.storage.folder import Folder
 
 F = TypeVar("F", ModelFile, OptimFile)
 Key = tuple[Any, ...]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError
-from converters.formats.deepspeed.rank_files import load
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.deepspeed.rank_files import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from converters.storage.folder import Folder
+    from portable.converters.storage.folder import Folder
 
 _EXPERT_FILE = re.compile(r"layer_\d{1,9}_expert_(\d{1,9})_mp_rank_00_model_states\.pt")
 _EXPERT = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..+)")

@@ -20,18 +20,18 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
-from converters.limits import MAX_COUNT
-from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_COUNT
+from portable.converters.storage.bytes import Joined, Slice
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.containers.torchzip import StoredTensor
-    from converters.storage.bytes import Source
-    from converters.storage.folder import Folder
+    from portable.converters.containers.torchzip import StoredTensor
+    from portable.converters.storage.bytes import Source
+    from portable.converters.storage.folder import Folder
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameter -> shape, in the order of a flat group."""

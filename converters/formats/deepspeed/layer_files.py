@@ -17,22 +17,22 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState
-from converters.errors import CheckpointError
-from converters.formats.deepspeed.checks import check_copies, rounds_to_copy
-from converters.formats.deepspeed.expert_files import iter_layer_tensors
-from converters.formats.deepspeed.rank_files import Weights
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.tensors.tensor import Tensor
+from portable.converters.checkpoint import OptimizerState
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.deepspeed.checks import check_copies, rounds_to_copy
+from portable.converters.formats.deepspeed.expert_files import iter_layer_tensors
+from portable.converters.formats.deepspeed.rank_files import Weights
+from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from converters.checkpoint import Scalar
-    from converters.containers.torchzip import StoredTensor
-    from converters.formats.deepspeed.rank_files import ModelFile
-    from converters.formats.deepspeed.run import SavedRun
-    from converters.storage.folder import Folder
+    from portable.converters.checkpoint import Scalar
+    from portable.converters.containers.torchzip import StoredTensor
+    from portable.converters.formats.deepspeed.rank_files import ModelFile
+    from portable.converters.formats.deepspeed.run import SavedRun
+    from portable.converters.storage.folder import Folder
 
 _LAYER_FILE = re.compile(r"layer_(\d{2,9})-(?:model_00-)?model_states\.pt")
 _UNTIED = "it is not among the tied_weight_attr of its layer, or the files are of two runs or steps"

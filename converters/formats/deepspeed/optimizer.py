@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import to_json_value
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError
-from converters.formats.deepspeed.flat_layout import (
+from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from portable.converters.containers.pickle_reader import to_json_value
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.deepspeed.flat_layout import (
     Layout,
     ParameterShare,
     WholeParameters,
@@ -17,16 +17,16 @@ from converters.formats.deepspeed.flat_layout import (
     join_pieces,
     to_piece,
 )
-from converters.formats.deepspeed.rank_files import OptimFile, check_same, require_flat
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.storage.places import map_ahead
-from converters.tensors.tensor import Tensor
+from portable.converters.formats.deepspeed.rank_files import OptimFile, check_same, require_flat
+from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.storage.places import map_ahead
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from converters.formats.deepspeed.flat_layout import SwapFiles
-    from converters.storage.path_or_url import Place
+    from portable.converters.formats.deepspeed.flat_layout import SwapFiles
+    from portable.converters.storage.path_or_url import Place
 
 State = dict[str, dict[str, Tensor | Scalar]]
 _BASE, _OPTIMIZER = "base_optimizer_state", "optimizer_state_dict"

@@ -11,28 +11,38 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from converters.containers.pickle_reader import Instance, build_getattr_standin, format_value, to_json_value
-from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.containers.untrusted import require_list, require_mapping, require_names, require_shape
-from converters.errors import CheckpointError
-from converters.formats.deepspeed.flat_layout import WholeParameters, join_pieces, to_piece
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.limits import MAX_COUNT
-from converters.names.canonical import strip_prefixes
-from converters.storage.places import map_ahead, names_in
-from converters.storage.safe_open import child, read_small
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from portable.converters.containers.pickle_reader import (
+    Instance,
+    build_getattr_standin,
+    format_value,
+    to_json_value,
+)
+from portable.converters.containers.torchzip import StoredTensor, TorchZip
+from portable.converters.containers.untrusted import (
+    require_list,
+    require_mapping,
+    require_names,
+    require_shape,
+)
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.deepspeed.flat_layout import WholeParameters, join_pieces, to_piece
+from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.limits import MAX_COUNT
+from portable.converters.names.canonical import strip_prefixes
+from portable.converters.storage.places import map_ahead, names_in
+from portable.converters.storage.safe_open import child, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from converters.checkpoint import Aliases, OptimizerState
-    from converters.containers.pickle_reader import Standin
-    from converters.formats.deepspeed.flat_layout import Shapes
-    from converters.storage.folder import Folder
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Aliases, OptimizerState
+    from portable.converters.containers.pickle_reader import Standin
+    from portable.converters.formats.deepspeed.flat_layout import Shapes
+    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Tensor
 
 
 _OPTIM = re.compile(

@@ -11,31 +11,36 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.containers.pickle_reader import format_value
-from converters.errors import CheckpointError
-from converters.formats import CheckpointPath, Format
-from converters.formats.deepspeed.expert_files import Experts
-from converters.formats.deepspeed.layer_files import LayerFiles, merge_stage_optimizers
-from converters.formats.deepspeed.rank_files import (
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.errors import CheckpointError
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.deepspeed.expert_files import Experts
+from portable.converters.formats.deepspeed.layer_files import LayerFiles, merge_stage_optimizers
+from portable.converters.formats.deepspeed.rank_files import (
     build_checkpoint,
     find_names,
     find_tag_folder,
     read_model,
     read_tag,
 )
-from converters.formats.deepspeed.run import SavedRun, check_same_run
-from converters.formats.deepspeed.tensor_parallel import INFO, AutoTpLayout, merge_optimizer, merge_weights
-from converters.formats.deepspeed.unsharded import open_unsharded
-from converters.storage.folder import Folder
-from converters.storage.places import folders_inside
-from converters.storage.safe_open import child
+from portable.converters.formats.deepspeed.run import SavedRun, check_same_run
+from portable.converters.formats.deepspeed.tensor_parallel import (
+    INFO,
+    AutoTpLayout,
+    merge_optimizer,
+    merge_weights,
+)
+from portable.converters.formats.deepspeed.unsharded import open_unsharded
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import folders_inside
+from portable.converters.storage.safe_open import child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.checkpoint import Checkpoint, OptimizerState
-    from converters.formats.deepspeed.rank_files import ModelFile, Names, Weights
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Checkpoint, OptimizerState
+    from portable.converters.formats.deepspeed.rank_files import ModelFile, Names, Weights
+    from portable.converters.storage.path_or_url import Place
 
 LATEST = "latest"
 _ACCELERATE_MODEL = "pytorch_model"

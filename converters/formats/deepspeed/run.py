@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import format_value, to_json_value
-from converters.containers.shard_index import check_ranks
-from converters.errors import CheckpointError
-from converters.formats.deepspeed.checks import check_against_module
-from converters.formats.deepspeed.deferred import MASTERS, defer_model, defer_optim
-from converters.formats.deepspeed.flat_layout import (
+from portable.converters.containers.pickle_reader import format_value, to_json_value
+from portable.converters.containers.shard_index import check_ranks
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.deepspeed.checks import check_against_module
+from portable.converters.formats.deepspeed.deferred import MASTERS, defer_model, defer_optim
+from portable.converters.formats.deepspeed.flat_layout import (
     EqualSlices,
     Flat,
     FlatPiece,
@@ -27,8 +27,8 @@ from converters.formats.deepspeed.flat_layout import (
     join_pieces,
     to_piece,
 )
-from converters.formats.deepspeed.optimizer import build_optimizer, read_optimizer_steps
-from converters.formats.deepspeed.rank_files import (
+from portable.converters.formats.deepspeed.optimizer import build_optimizer, read_optimizer_steps
+from portable.converters.formats.deepspeed.rank_files import (
     TIED,
     ModelFile,
     OptimFile,
@@ -41,15 +41,15 @@ from converters.formats.deepspeed.rank_files import (
     require_flat,
     with_model_states,
 )
-from converters.storage.places import map_ahead
+from portable.converters.storage.places import map_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from converters.checkpoint import OptimizerState
-    from converters.formats.deepspeed.expert_files import Experts
-    from converters.storage.folder import Folder
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import OptimizerState
+    from portable.converters.formats.deepspeed.expert_files import Experts
+    from portable.converters.storage.folder import Folder
+    from portable.converters.tensors.tensor import Tensor
 
 _FP32_GROUPS = "fp32_flat_groups"
 

@@ -14,22 +14,22 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState
-from converters.containers.pickle_reader import to_json_value
-from converters.containers.untrusted import get_list, get_mapping
-from converters.errors import CheckpointError, prefix_errors
-from converters.formats.deepspeed.checks import check_copies
-from converters.formats.deepspeed.rank_files import Weights, check_same
-from converters.limits import MAX_SETTINGS
-from converters.tensors.rearranged import concat_tensors, place_region
-from converters.tensors.tensor import Tensor, compute_row_major_strides, is_shape
+from portable.converters.checkpoint import OptimizerState
+from portable.converters.containers.pickle_reader import to_json_value
+from portable.converters.containers.untrusted import get_list, get_mapping
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.formats.deepspeed.checks import check_copies
+from portable.converters.formats.deepspeed.rank_files import Weights, check_same
+from portable.converters.limits import MAX_SETTINGS
+from portable.converters.tensors.rearranged import concat_tensors, place_region
+from portable.converters.tensors.tensor import Tensor, compute_row_major_strides, is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.checkpoint import Scalar
-    from converters.formats.deepspeed.run import SavedRun
-    from converters.tensors.tensor import Box
+    from portable.converters.checkpoint import Scalar
+    from portable.converters.formats.deepspeed.run import SavedRun
+    from portable.converters.tensors.tensor import Box
 
 INFO = "universal_checkpoint_info"
 _MAP, _VERSION = "affine_map", 1

@@ -14,16 +14,16 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState, Scalar
-from converters.containers.pickle_reader import format_value
-from converters.containers.shard_index import check_ranks
-from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError
-from converters.formats import CheckpointPath, Format
-from converters.formats.deepspeed.checks import rounds_to
-from converters.formats.deepspeed.flat_layout import WholeParameters, to_piece
-from converters.formats.deepspeed.optimizer import name_group_parameters
-from converters.formats.deepspeed.rank_files import (
+from portable.converters.checkpoint import OptimizerState, Scalar
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.shard_index import check_ranks
+from portable.converters.containers.torchzip import StoredTensor, TorchZip
+from portable.converters.errors import CheckpointError
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.deepspeed.checks import rounds_to
+from portable.converters.formats.deepspeed.flat_layout import WholeParameters, to_piece
+from portable.converters.formats.deepspeed.optimizer import name_group_parameters
+from portable.converters.formats.deepspeed.rank_files import (
     PREFIXES,
     STANDINS,
     build_checkpoint,
@@ -36,22 +36,22 @@ from converters.formats.deepspeed.rank_files import (
     require_flat,
     with_model_states,
 )
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.limits import MAX_COUNT
-from converters.storage.folder import Folder
-from converters.storage.places import map_ahead
-from converters.tensors.tensor import Tensor
+from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.limits import MAX_COUNT
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import map_ahead
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Checkpoint
-    from converters.formats.deepspeed.flat_layout import Shapes
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Checkpoint
+    from portable.converters.formats.deepspeed.flat_layout import Shapes
+    from portable.converters.storage.path_or_url import Place
 
 LATEST = "latest_universal"
 _DEEPSPEED_LATEST = "latest"
 ZERO, COMMON = "zero", "zero/optimizer_state.pt"
 MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
-# The parameter's name in each of its files, which `converters.writers.universal_writer` adds.
+# The parameter's name in each of its files, which `portable.converters.writers.universal_writer` adds.
 NAME = "parameter"
 _SAMPLE = 64
 

@@ -13,28 +13,33 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError
-from converters.formats.deepspeed.checks import rounds_to
-from converters.formats.deepspeed.flat_layout import EqualSlices, ParameterShare, join_pieces, to_piece
-from converters.formats.deepspeed.optimizer import build_optimizer
-from converters.formats.deepspeed.rank_files import (
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.formats.deepspeed.checks import rounds_to
+from portable.converters.formats.deepspeed.flat_layout import (
+    EqualSlices,
+    ParameterShare,
+    join_pieces,
+    to_piece,
+)
+from portable.converters.formats.deepspeed.optimizer import build_optimizer
+from portable.converters.formats.deepspeed.rank_files import (
     ModelFile,
     OptimFile,
     Weights,
     build_checkpoint,
     require_flat,
 )
-from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
-from converters.formats.torch_save.reader import find_aliases
-from converters.names.canonical import strip_prefixes
-from converters.names.index_keys import fit_in_order
+from portable.converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
+from portable.converters.formats.torch_save.reader import find_aliases
+from portable.converters.names.canonical import strip_prefixes
+from portable.converters.names.index_keys import fit_in_order
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Checkpoint, OptimizerState
-    from converters.storage.folder import Folder
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Checkpoint, OptimizerState
+    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,23 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState
-from converters.containers.pickle_reader import is_index, to_json_value
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError
-from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
-from converters.limits import MAX_FLAT_WORK
-from converters.names.index_keys import check_listed, fit_in_order
-from converters.names.tied_weights import has_same_values
-from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.tensor import Tensor
+from portable.converters.checkpoint import OptimizerState
+from portable.converters.containers.pickle_reader import is_index, to_json_value
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.formats.torch_save.optimizer import as_tensor, is_optimizer
+from portable.converters.limits import MAX_FLAT_WORK
+from portable.converters.names.index_keys import check_listed, fit_in_order
+from portable.converters.names.tied_weights import has_same_values
+from portable.converters.storage.bytes import Joined, Slice
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from converters.checkpoint import ParamGroups, Scalar
-    from converters.storage.bytes import Source
+    from portable.converters.checkpoint import ParamGroups, Scalar
+    from portable.converters.storage.bytes import Source
 
 
 class RankCopies:

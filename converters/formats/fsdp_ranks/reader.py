@@ -13,30 +13,30 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions
-from converters.containers.pickle_reader import format_value, to_json_value
-from converters.containers.shard_index import check_ranks
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.fsdp_ranks.flat import RankCopies, is_flat, read_flat
-from converters.formats.fsdp_ranks.sharded import Sharded, load, locate_parts
-from converters.formats.torch_save.optimizer import Leaf, read_optimizer
-from converters.formats.torch_save.reader import drop_aliases, find_aliases, split_tensors
-from converters.names.canonical import refuse_flat_parameters, strip_prefixes
-from converters.storage.bytes import Memory
-from converters.storage.folder import Folder
-from converters.storage.path_or_url import make_absolute
-from converters.storage.places import folders_inside, map_ahead, names_in
-from converters.storage.safe_open import child
-from converters.tensors.tensor import Box, Tensor
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.config_and_tokenizer_files import find_companions
+from portable.converters.containers.pickle_reader import format_value, to_json_value
+from portable.converters.containers.shard_index import check_ranks
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.fsdp_ranks.flat import RankCopies, is_flat, read_flat
+from portable.converters.formats.fsdp_ranks.sharded import Sharded, load, locate_parts
+from portable.converters.formats.torch_save.optimizer import Leaf, read_optimizer
+from portable.converters.formats.torch_save.reader import drop_aliases, find_aliases, split_tensors
+from portable.converters.names.canonical import refuse_flat_parameters, strip_prefixes
+from portable.converters.storage.bytes import Memory
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.path_or_url import make_absolute
+from portable.converters.storage.places import folders_inside, map_ahead, names_in
+from portable.converters.storage.safe_open import child
+from portable.converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from converters.checkpoint import Aliases, OptimizerState, Scalar
-    from converters.storage.path_or_url import Place
+    from portable.converters.checkpoint import Aliases, OptimizerState, Scalar
+    from portable.converters.storage.path_or_url import Place
 
 _FILE = re.compile(
     r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt"

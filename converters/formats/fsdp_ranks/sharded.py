@@ -12,21 +12,26 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.containers.pickle_reader import Global, Instance, build_getattr_standin, list_inert_members
-from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
-from converters.containers.untrusted import get_attributes
-from converters.errors import CheckpointError
-from converters.formats.torch_save.optimizer import Leaf, as_tensor
-from converters.limits import MAX_COUNT
-from converters.tensors.dtypes import FROM_TORCH
-from converters.tensors.tensor import is_shape
+from portable.converters.containers.pickle_reader import (
+    Global,
+    Instance,
+    build_getattr_standin,
+    list_inert_members,
+)
+from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
+from portable.converters.containers.untrusted import get_attributes
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.torch_save.optimizer import Leaf, as_tensor
+from portable.converters.limits import MAX_COUNT
+from portable.converters.tensors.dtypes import FROM_TORCH
+from portable.converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from converters.containers.pickle_reader import Standin
-    from converters.storage.bytes import SourceFile
-    from converters.tensors.tensor import Tensor
+    from portable.converters.containers.pickle_reader import Standin
+    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.tensors.tensor import Tensor
 
 Dims = tuple[int, ...]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from converters.storage.places import names_in
+from portable.converters.storage.places import names_in
 
 if TYPE_CHECKING:
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})?")
 """The folder of a rank, where each has a file of its own."""

@@ -14,21 +14,21 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions
-from converters.containers.torchzip import TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.dcp.checksums import list_metadata_files
-from converters.formats.dcp.reader import MEGATRONS, is_megatrons, read_tensors
-from converters.formats.megatron import FILE, RANK, list_rank_folders
-from converters.storage.folder import Folder
-from converters.storage.path_or_url import make_absolute
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.config_and_tokenizer_files import find_companions
+from portable.converters.containers.torchzip import TorchZip
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.dcp.checksums import list_metadata_files
+from portable.converters.formats.dcp.reader import MEGATRONS, is_megatrons, read_tensors
+from portable.converters.formats.megatron import FILE, RANK, list_rank_folders
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.path_or_url import make_absolute
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Aliases, OptimizerState
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Aliases, OptimizerState
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Tensor
 
 _LAYERS = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*")
@@ -40,9 +40,9 @@ def _find_folder(path: Place) -> Place | None:
 
 
 def _open(source: CheckpointPath, path: Place) -> Checkpoint:
-    from converters.formats.megatron.names import get_args, read_shape, to_local_key, to_transformers
-    from converters.formats.megatron.reader import PREFIXES, STANDINS
-    from converters.tensors.rearranged import select_index
+    from portable.converters.formats.megatron.names import get_args, read_shape, to_local_key, to_transformers
+    from portable.converters.formats.megatron.reader import PREFIXES, STANDINS
+    from portable.converters.tensors.rearranged import select_index
 
     location = str(path)
     common = TorchZip(Folder(path).file(MEGATRONS)).load(STANDINS, PREFIXES)
@@ -103,7 +103,7 @@ def _find_ranks_folder(path: Place) -> Place | None:
 
 
 def _open_ranks(source: CheckpointPath, path: Place) -> Checkpoint:
-    from converters.formats.megatron.reader import MegatronRanks
+    from portable.converters.formats.megatron.reader import MegatronRanks
 
     return MegatronRanks(Folder(path)).build_checkpoint(source)
 

@@ -15,18 +15,23 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Instance, format_value
-from converters.errors import CheckpointError
-from converters.formats.megatron.settings import check_args
-from converters.limits import MAX_LAYERS
-from converters.storage.safe_open import read_small_table
-from converters.tensors.rearranged import concat_tensors, place_region, slice_tensor, transpose_matrix
-from converters.tensors.tensor import Tensor
+from portable.converters.containers.pickle_reader import Instance, format_value
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.megatron.settings import check_args
+from portable.converters.limits import MAX_LAYERS
+from portable.converters.storage.safe_open import read_small_table
+from portable.converters.tensors.rearranged import (
+    concat_tensors,
+    place_region,
+    slice_tensor,
+    transpose_matrix,
+)
+from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"

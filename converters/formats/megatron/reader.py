@@ -13,29 +13,29 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions
-from converters.containers.pickle_reader import format_value, is_index
-from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
-from converters.formats.megatron import FILE, RANK, list_rank_folders
-from converters.formats.megatron.names import (
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.config_and_tokenizer_files import find_companions
+from portable.converters.containers.pickle_reader import format_value, is_index
+from portable.converters.containers.torchzip import StoredTensor, TorchZip
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.formats.megatron import FILE, RANK, list_rank_folders
+from portable.converters.formats.megatron.names import (
     MegatronShape,
     get_args,
     read_shape,
     to_local_key,
     to_transformers,
 )
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.names.tied_weights import has_same_values
-from converters.storage.places import map_ahead
-from converters.tensors.rearranged import concat_tensors, slice_tensor
+from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.names.tied_weights import has_same_values
+from portable.converters.storage.places import map_ahead
+from portable.converters.tensors.rearranged import concat_tensors, slice_tensor
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Aliases, OptimizerState
-    from converters.formats import CheckpointPath
-    from converters.storage.folder import Folder
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Aliases, OptimizerState
+    from portable.converters.formats import CheckpointPath
+    from portable.converters.storage.folder import Folder
+    from portable.converters.tensors.tensor import Tensor
 
 STANDINS = {
     "_io.BytesIO": None,

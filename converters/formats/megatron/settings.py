@@ -14,15 +14,15 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Global, format_value
-from converters.errors import CheckpointError
-from converters.options import is_unset
-from converters.storage.safe_open import read_small_table
+from portable.converters.containers.pickle_reader import Global, format_value
+from portable.converters.errors import CheckpointError
+from portable.converters.options import is_unset
+from portable.converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 # Values that change nothing, where they are not simply absent, false or 0.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {

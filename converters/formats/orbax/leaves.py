@@ -8,20 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.containers.ocdbt import MANIFEST, read_ocdbt
-from converters.containers.pickle_reader import format_value
-from converters.containers.zarr import V2, V3
-from converters.errors import CheckpointError
-from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
-from converters.storage.bytes import read_table
-from converters.storage.safe_open import mentions
+from portable.converters.containers.ocdbt import MANIFEST, read_ocdbt
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.zarr import V2, V3
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
+from portable.converters.storage.bytes import read_table
+from portable.converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.storage.bytes import Source
-    from converters.storage.folder import Folder
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.bytes import Source
+    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.path_or_url import Place
 
 Path = tuple[str, ...]
 METADATA = "_METADATA"

@@ -17,19 +17,19 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import format_value
-from converters.errors import CheckpointError
-from converters.limits import MAX_COUNT
-from converters.names.canonical import strip_prefixes
-from converters.names.model_config import read_llama_sizes
-from converters.numeric import np
-from converters.tensors.computed import Affine, apply_edits
-from converters.tensors.rearranged import permute_dims, reshape_tensor, select_index, slice_tensor
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.errors import CheckpointError
+from portable.converters.limits import MAX_COUNT
+from portable.converters.names.canonical import strip_prefixes
+from portable.converters.names.model_config import read_llama_sizes
+from portable.converters.numeric import np
+from portable.converters.tensors.computed import Affine, apply_edits
+from portable.converters.tensors.rearranged import permute_dims, reshape_tensor, select_index, slice_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.tensors.tensor import Shape, Tensor
+    from portable.converters.tensors.tensor import Shape, Tensor
 
 Path = tuple[str, ...]
 

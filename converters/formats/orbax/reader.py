@@ -14,30 +14,30 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from converters.checkpoint import Checkpoint, OptimizerState
-from converters.config_and_tokenizer_files import find_companions
-from converters.containers.ocdbt import MANIFEST
-from converters.containers.pickle_reader import format_value
-from converters.containers.zarr import V3, ChunkBudget, read_zarr
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors, to_printable
-from converters.formats import CheckpointPath, Format
-from converters.formats.orbax.leaves import METADATA, explain_foreign_tree, is_tree, read_leaves
-from converters.formats.orbax.maxtext import MaxTextLayout, build_maxtext_layout, build_named_layout
-from converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
-from converters.names.canonical import is_number
-from converters.numeric import np
-from converters.storage.folder import Folder
-from converters.storage.path_or_url import make_absolute
-from converters.storage.places import names_in
-from converters.storage.safe_open import child, read_small_table
+from portable.converters.checkpoint import Checkpoint, OptimizerState
+from portable.converters.config_and_tokenizer_files import find_companions
+from portable.converters.containers.ocdbt import MANIFEST
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.zarr import V3, ChunkBudget, read_zarr
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors, to_printable
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.orbax.leaves import METADATA, explain_foreign_tree, is_tree, read_leaves
+from portable.converters.formats.orbax.maxtext import MaxTextLayout, build_maxtext_layout, build_named_layout
+from portable.converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
+from portable.converters.names.canonical import is_number
+from portable.converters.numeric import np
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.path_or_url import make_absolute
+from portable.converters.storage.places import names_in
+from portable.converters.storage.safe_open import child, read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from converters.checkpoint import Aliases, Scalar
-    from converters.storage import bytes as stored_bytes
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Aliases, Scalar
+    from portable.converters.storage import bytes as stored_bytes
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Tensor
 
 _log = logging.getLogger(__name__)
 

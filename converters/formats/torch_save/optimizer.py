@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import is_index, to_json_value
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError
-from converters.limits import MAX_GROUP_TENSOR
-from converters.names.canonical import find_plain_name
-from converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
-from converters.tensors.tensor import Box, Tensor
+from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from portable.converters.containers.pickle_reader import is_index, to_json_value
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError, OptimizerStateError
+from portable.converters.limits import MAX_GROUP_TENSOR
+from portable.converters.names.canonical import find_plain_name
+from portable.converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
+from portable.converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,26 +15,30 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.config_and_tokenizer_files import check_one_model, find_companions, read_trainer_metadata
-from converters.containers.pickle_reader import Instance, format_value
-from converters.containers.shard_index import read_index
-from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
-from converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX_VALUES
-from converters.names.canonical import find_model_container, strip_prefixes
-from converters.names.tied_weights import pick_owner
-from converters.storage.folder import Folder
-from converters.storage.places import files_in, names_in
+from portable.converters.checkpoint import Aliases, Checkpoint, OptimizerState
+from portable.converters.config_and_tokenizer_files import (
+    check_one_model,
+    find_companions,
+    read_trainer_metadata,
+)
+from portable.converters.containers.pickle_reader import Instance, format_value
+from portable.converters.containers.shard_index import read_index
+from portable.converters.containers.torchzip import StoredTensor, TorchZip
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
+from portable.converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX_VALUES
+from portable.converters.names.canonical import find_model_container, strip_prefixes
+from portable.converters.names.tied_weights import pick_owner
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import files_in, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from converters.names.canonical import Path as KeyPath
-    from converters.storage.bytes import SourceFile
-    from converters.tensors.tensor import Tensor
+    from portable.converters.names.canonical import Path as KeyPath
+    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.tensors.tensor import Tensor
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX_SUFFIX = ".bin.index.json"

@@ -5,24 +5,24 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import to_json_value
-from converters.containers.torchzip import StoredTensor
-from converters.errors import CheckpointError, OptimizerStateError, prefix_errors
-from converters.formats.torch_save.optimizer import (
+from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
+from portable.converters.containers.pickle_reader import to_json_value
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.formats.torch_save.optimizer import (
     as_tensor,
     find_moment_shape,
     get_group_settings,
     read_groups,
 )
-from converters.formats.xla_fsdp.shards import XlaFsdpLayout, join
-from converters.limits import MAX_GROUP_TENSOR
-from converters.names.index_keys import map_indices_to_names
+from portable.converters.formats.xla_fsdp.shards import XlaFsdpLayout, join
+from portable.converters.limits import MAX_GROUP_TENSOR
+from portable.converters.names.index_keys import map_indices_to_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from converters.tensors.tensor import Tensor
+    from portable.converters.tensors.tensor import Tensor
 
 Shape = tuple[int, ...]
 

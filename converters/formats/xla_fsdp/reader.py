@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint
-from converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from converters.containers.shard_index import check_ranks
-from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, prefix_errors
-from converters.formats import CheckpointPath, Format
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.formats.xla_fsdp.optimizer import read_optimizer
-from converters.formats.xla_fsdp.shards import XlaFsdpLayout, join, read_layouts
-from converters.names.canonical import strip_prefixes
-from converters.storage.folder import Folder
-from converters.storage.places import map_ahead, names_in
-from converters.storage.store_errors import RemoteError
+from portable.converters.checkpoint import Checkpoint
+from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
+from portable.converters.containers.shard_index import check_ranks
+from portable.converters.containers.torchzip import StoredTensor, TorchZip
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.formats import CheckpointPath, Format
+from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.formats.xla_fsdp.optimizer import read_optimizer
+from portable.converters.formats.xla_fsdp.shards import XlaFsdpLayout, join, read_layouts
+from portable.converters.names.canonical import strip_prefixes
+from portable.converters.storage.folder import Folder
+from portable.converters.storage.places import map_ahead, names_in
+from portable.converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
-    from converters.checkpoint import Aliases, OptimizerState
-    from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
+    from portable.converters.checkpoint import Aliases, OptimizerState
+    from portable.converters.storage.path_or_url import Place
+    from portable.converters.tensors.tensor import Tensor
 
 _SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _RANKED = re.compile(r"(?P<head>.*?)rank[-_]?(?P<rank>\d+)[-_]of[-_](?P<world>\d+)(?P<tail>.*)")

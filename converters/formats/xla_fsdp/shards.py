@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import format_value
-from converters.containers.torchzip import StoredTensor
-from converters.containers.untrusted import require_mapping, require_shape
-from converters.errors import CheckpointError, prefix_errors
-from converters.names.canonical import strip_wrappers
-from converters.storage.bytes import Joined, Slice
-from converters.tensors.dtypes import get_itemsize
-from converters.tensors.tensor import Box, Tensor
+from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.containers.untrusted import require_mapping, require_shape
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.names.canonical import strip_wrappers
+from portable.converters.storage.bytes import Joined, Slice
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

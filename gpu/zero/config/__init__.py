@@ -1,7 +1,7 @@
 """A DeepSpeed JSON: read, check, reconcile with the run's config, merge into DeepSpeed's configuration."""
 
-from gpu.zero.config.document import Document, read
-from gpu.zero.config.merging import merged, notes
-from gpu.zero.config.reconcile import adopt, check_installed
+from portable.gpu.zero.config.document import Document, read
+from portable.gpu.zero.config.merging import merged, notes
+from portable.gpu.zero.config.reconcile import adopt, check_installed
 
 __all__ = ["Document", "adopt", "check_installed", "merged", "notes", "read"]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu.zero import private_api
-from gpu.zero.config.schema import check, drop_unset
 from portable.config.origins import shown
 from portable.config.yaml_text import read_text
 from portable.errors import UserError, one_line, require
+from portable.gpu.zero import private_api
+from portable.gpu.zero.config.schema import check, drop_unset
 from portable.importing.deepspeed import AUTO, parse_json
 from portable.importing.programs import convert_deepspeed, open_deepspeed
 
@@ -48,7 +48,7 @@ class Document:
 def read(config: RunConfig) -> Document | None:
     """Read and check the JSON of ``deepspeed.config``; None if it is not set.
 
-    The file is read once: :func:`gpu.zero.config.reconcile.adopt` leaves the document in the config.
+    The file is read once: :func:`portable.gpu.zero.config.reconcile.adopt` leaves the document in the config.
 
     Raises:
         UserError: if it cannot be read, or has a key or value that DeepSpeed does not accept.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gpu.zero.buckets import automatic
-from gpu.zero.config.document import KEY
-from gpu.zero.config.schema import without_auto
 from portable.config.origins import shown
+from portable.gpu.zero.buckets import automatic
+from portable.gpu.zero.config.document import KEY
+from portable.gpu.zero.config.schema import without_auto
 from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gpu.zero.config.document import Document
     from portable.config import RunConfig
+    from portable.gpu.zero.config.document import Document
 
 
 # The run's optimizer decides; gpu/zero/optimizer.py has checked what these would refuse.

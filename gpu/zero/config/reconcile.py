@@ -10,12 +10,12 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from gpu.zero.config.document import KEY, Document
 from portable.checks import check
 from portable.config import keys
 from portable.config.origins import shown
 from portable.config.validation import find_mistake
 from portable.errors import UserError, require
+from portable.gpu.zero.config.document import KEY, Document
 from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:

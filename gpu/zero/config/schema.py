@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from converters.similar_names import suggest_name
-from gpu.zero import private_api
 from portable.config import keys
 from portable.config.origins import shown
+from portable.converters.similar_names import suggest_name
 from portable.errors import UserError, one_line
+from portable.gpu.zero import private_api
 from portable.importing.deepspeed import AUTO, KEYS, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
 from portable.importing.foreign_file import is_off
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from converters.interrupts import ignore_interrupts
 from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS, Batch
+from portable.converters.interrupts import ignore_interrupts
 from portable.data.samples.base import Samples, count_text_tokens
 from portable.data.samples.order import accumulation_steps, first_of_rank
 from portable.errors import RunError, UserError

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from converters.similar_names import find_similar
+from portable.converters.similar_names import find_similar
 from portable.data.sources.documents import (
     ANSWERING,
     WEIGHT_KEYS,

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import in_store
+from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.documents import digest_of
 from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.data.sources.reading import reading
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from converters.storage.listed import Object
-    from converters.storage.object_store import RemotePath
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.listed import Object
+    from portable.converters.storage.object_store import RemotePath
+    from portable.converters.storage.path_or_url import Place
 
 _BUFFER = 4 << 20  # bytes of a request for lines
 

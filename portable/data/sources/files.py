@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import in_store, is_url
+from portable.converters.storage.path_or_url import in_store, is_url
 from portable.data.sources.compression import format_of, is_compressed
 from portable.data.sources.documents import Document, changed_meanwhile, digest_of
 from portable.data.sources.file_parts import PARTS
@@ -29,9 +29,9 @@ from portable.temporary_folder import made_once
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from converters.storage.listed import Object
-    from converters.storage.path_or_url import Place
     from portable.config.sections import DataConfig
+    from portable.converters.storage.listed import Object
+    from portable.converters.storage.path_or_url import Place
 
 _DIGEST = "digest"
 """The name of the digest beside a copy. Copies always have a suffix."""

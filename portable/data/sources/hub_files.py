@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.listed import Object
-from converters.storage.safe_open import read_small_text
 from portable.config.yaml_text import parse
+from portable.converters.storage.listed import Object
+from portable.converters.storage.safe_open import read_small_text
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.data.sources.library import cannot_load, datasets_library
@@ -24,7 +24,7 @@ from portable.untrusted_settings import check_values
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 _HUB = "hf://"
 _CARD, _STANDALONE = "README.md", ".huggingface.yaml"
@@ -42,7 +42,7 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Obj
     Raises:
         UserError: if there is no such data set or split, or its files cannot be read as a stream.
     """
-    from converters.storage.object_store import RemotePath  # a run on a disk does without
+    from portable.converters.storage.object_store import RemotePath  # a run on a disk does without
 
     key = f"files of dataset {(name, config_name, split)}"
     files: dict[Place, Object | None] = {}

@@ -7,15 +7,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import is_url, suggest_path
+from portable.converters.storage.path_or_url import is_url, suggest_path
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.errors import MissingDataError, UserError, one_line
 from portable.paths import check_link, place_of, regular_files, storage_errors
 
 if TYPE_CHECKING:
-    from converters.storage.listed import Object
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.listed import Object
+    from portable.converters.storage.path_or_url import Place
 
 
 def place_with(name: str, file: str) -> Place | None:
@@ -82,7 +82,7 @@ def remote_files(url: str) -> dict[Place, Object]:
     Raises:
         UserError: if there is no readable file.
     """
-    from converters.storage.object_store import RemotePath, matching  # a run on a disk does without
+    from portable.converters.storage.object_store import RemotePath, matching  # a run on a disk does without
 
     with storage_errors("data.source"):
         path = RemotePath.of(url)

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import without_file
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
+from portable.converters.storage.path_or_url import without_file
 from portable.data.sources.documents import Document, Format, digest_of
 from portable.data.sources.source import FINISHED, PREFERENCE, TASKS, Source, SourceSettings
 from portable.errors import UserError

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import in_store
-from converters.storage.places import copy_folder, files_below
+from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.places import copy_folder, files_below
 from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.listing import place_with
 from portable.data.sources.source import Shard, SourceSettings, TokenSource
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 FORMAT = 1
 INDEX = "tokens.json"

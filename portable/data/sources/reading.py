@@ -6,7 +6,7 @@ import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from converters.storage.store_errors import RemoteError
+from portable.converters.storage.store_errors import RemoteError
 from portable.data.sources.records import EnoughErrors
 from portable.errors import RunError, UserError, one_line
 from portable.paths import storage_errors

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from converters.similar_names import find_similar
+from portable.converters.similar_names import find_similar
 from portable.data.sources.conversations import documents_in
 from portable.data.sources.documents import (
     ANSWERING,

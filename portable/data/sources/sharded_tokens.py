@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.storage.path_or_url import in_store
+from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.compression import check_expanded
 from portable.data.sources.documents import digest_of, listed
 from portable.data.sources.files import file_digest
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import Place
 
 _COLUMNS = ("tokens", "input_ids")
 _OF_RECORDS = ("messages", "conversations", "completion", "output", "chosen")

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from converters.console import print_error
 from portable import plugins
+from portable.converters.console import print_error
 from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.source import FINISHED, Source, SourceSettings
 from portable.errors import UserError, one_line

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import raise_unless_panic
+from portable.converters.errors import raise_unless_panic
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait as ready
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from converters.interrupts import ignore_interrupts
+from portable.converters.interrupts import ignore_interrupts
 from portable.errors import RunError, UserError, one_line
 from portable.plugins import new_python
 

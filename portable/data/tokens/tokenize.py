@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from converters.writers.parallel import count_cores
+from portable.converters.writers.parallel import count_cores
 from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from converters import CheckpointError, check_manifest, compute_entries, format_manifest
-from converters.errors import raise_unless_panic
-from converters.manifest import MANIFEST
-from converters.similar_names import find_similar
+from portable.converters import CheckpointError, check_manifest, compute_entries, format_manifest
+from portable.converters.errors import raise_unless_panic
+from portable.converters.manifest import MANIFEST
+from portable.converters.similar_names import find_similar
 from portable.data.sources.documents import digest_of, listed
 from portable.data.tokens.bounded_tokenizer import convert_tokenizer_errors, decode, encode, encode_targets
 from portable.errors import UserError, one_line

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from converters import Checkpoint
     from portable.backend import SaveHandle
     from portable.batch import Batch
     from portable.config import RunConfig
+    from portable.converters import Checkpoint
     from portable.engines.fsdp.device_loss_scale import DeviceScaler
     from portable.engines.fsdp.offload import HostCopies
     from portable.engines.fsdp.sharding import ShardedModel

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
-from converters import Tensor as StoredTensor
+from portable.converters import Tensor as StoredTensor
 from portable.model.tensors import fill
 from portable.optim.average import AVERAGE
 from portable.optim.stored_state import check_entry, number_like, plain_group
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from converters.checkpoint import OptimizerState
     from portable.checkpoint.match_to_model import StoredState
+    from portable.converters.checkpoint import OptimizerState
     from portable.model.tensors import ReadableTensor
 
 

@@ -2,8 +2,9 @@
 
 DCP's own ``save`` gathers the plans and the results of all ranks on rank 0, whose work grows with ranks times
 tensors. Here a rank decides by itself what it writes, and describes it in a table
-(:mod:`converters.writers.dcp_tables`). Rank 0 receives one small record of each table, and the bytes of the
-tables one rank after the other, of which it makes ``.metadata``. Each rank uses DCP's planner and writer.
+(:mod:`portable.converters.writers.dcp_tables`). Rank 0 receives one small record of each table, and the bytes
+of the tables one rank after the other, of which it makes ``.metadata``. Each rank uses DCP's planner and
+writer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from converters.tensors.dtypes import FROM_TORCH
-from converters.writers.dcp_tables import (
+from portable.checkpoint.store import in_background
+from portable.converters.tensors.dtypes import FROM_TORCH
+from portable.converters.writers.dcp_tables import (
     KeyEntry,
     count_elements,
     iter_metadata,
     write_tables_index,
 )
-from portable.checkpoint.store import in_background
 from portable.engines.fsdp.shard_writer import WriterProcess, write_shards, write_synced
 from portable.engines.staging import WriteHandle, staged
 from portable.errors import one_line
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from converters.writers.dcp_tables import RankTable, TableRecord
     from portable.backend import SaveHandle
+    from portable.converters.writers.dcp_tables import RankTable, TableRecord
 
 T = TypeVar("T")
 quiet_checkpoint_warnings()

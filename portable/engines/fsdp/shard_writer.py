@@ -24,8 +24,8 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from converters import read_item_checksums
-from converters.writers.dcp_tables import WrittenPiece, build_table
+from portable.converters import read_item_checksums
+from portable.converters.writers.dcp_tables import WrittenPiece, build_table
 from portable.errors import one_line
 from portable.private import of_torch
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-    from converters.writers.dcp_tables import KeyEntry, RankTable
+    from portable.converters.writers.dcp_tables import KeyEntry, RankTable
 
 _READ, _DONE, _FAILED = "read", "done", "failed"
 _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
