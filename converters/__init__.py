@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from converters.errors import CheckpointError
     from converters.fingerprints import compute_fingerprint
     from converters.formats.dcp.checksums import read_item_checksums, write_shard_checksums
-    from converters.manifest import check_manifest, compute_entries, format_manifest
+    from converters.manifest import check_manifest, compute_manifest_entries, format_manifest
     from converters.opening import open_checkpoint, read_pickled
     from converters.quantization.dequantize import (
         can_dequantize,
@@ -41,8 +41,8 @@ __all__ = [
     "Tensor",
     "can_dequantize",
     "check_manifest",
-    "compute_entries",
     "compute_fingerprint",
+    "compute_manifest_entries",
     "convert",
     "dequantize_checkpoint",
     "find_adapter",
