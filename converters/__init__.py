@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.converters.errors import CheckpointError
     from portable.converters.fingerprints import compute_fingerprint
     from portable.converters.formats.dcp.checksums import read_item_checksums, write_shard_checksums
-    from portable.converters.manifest import check_manifest, compute_entries, format_manifest
+    from portable.converters.manifest import check_manifest, compute_manifest_entries, format_manifest
     from portable.converters.opening import open_checkpoint, read_pickled
     from portable.converters.quantization.dequantize import (
         can_dequantize,
@@ -45,8 +45,8 @@ __all__ = [
     "Tensor",
     "can_dequantize",
     "check_manifest",
-    "compute_entries",
     "compute_fingerprint",
+    "compute_manifest_entries",
     "convert",
     "dequantize_checkpoint",
     "find_adapter",

@@ -46,7 +46,7 @@ Entries = dict[str, dict[str, int]]
 _ANOTHER_FORMAT = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_universal|zero/.*/fp32\.pt)")
 
 
-def compute_entries(folder: Path) -> Entries:
+def compute_manifest_entries(folder: Path) -> Entries:
     """The manifest entries of the files below a local ``folder``."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries: Entries = {}
@@ -66,7 +66,7 @@ def format_manifest(entries: Mapping[str, Mapping[str, int]], **about: Any) -> s
     """The text of a manifest.
 
     Args:
-        entries: from :func:`compute_entries`, of all ranks.
+        entries: from :func:`compute_manifest_entries`, of all ranks.
         about: other fields: the step, the run.
     """
     document = {"version": _VERSION, **about, "files": dict(sorted(entries.items()))}

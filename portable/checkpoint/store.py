@@ -24,7 +24,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic
 
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
-from portable.converters import compute_entries, format_manifest
+from portable.converters import compute_manifest_entries, format_manifest
 from portable.converters.manifest import MANIFEST
 from portable.converters.storage.path_or_url import is_within, resolve_links
 from portable.converters.storage.places import (
@@ -280,7 +280,7 @@ class Checkpoints(Generic[P]):
             if self._rank == 0:
                 add_files(written)
                 state.write(written)
-            return compute_entries(written) if self._publisher is not None or self._rank == 0 else {}
+            return compute_manifest_entries(written) if self._publisher is not None or self._rank == 0 else {}
 
         def manifest(entries: Entries) -> str:
             return format_manifest(entries, step=state.step, run=state.run_digest)

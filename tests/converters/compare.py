@@ -17,7 +17,7 @@ from portable.converters import (
     CheckpointError,
     OptimizerState,
     Tensor,
-    compute_entries,
+    compute_manifest_entries,
     format_manifest,
     open_checkpoint,
     write_shard_checksums,
@@ -206,4 +206,4 @@ def remove_tables(folder: Path) -> None:
     write_shard_checksums(folder, items)
     if (manifest := read_manifest(folder)) is not None:
         facts = {name: manifest[name] for name in ("step", "run")}
-        (folder / MANIFEST).write_text(format_manifest(compute_entries(folder), **facts))
+        (folder / MANIFEST).write_text(format_manifest(compute_manifest_entries(folder), **facts))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from portable.converters import CheckpointError, check_manifest, compute_entries, format_manifest
+from portable.converters import CheckpointError, check_manifest, compute_manifest_entries, format_manifest
 from portable.converters.cli import main
 from portable.converters.manifest import MANIFEST
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     save_file({"a": torch.arange(4.0)}, made / "model.safetensors")
     (made / "config.json").write_text('{"model_type": "llama"}')
     (made / "tokenizer.json").write_text('{"version": "1.0"}')
-    (made / MANIFEST).write_text(format_manifest(compute_entries(made), step=4))
+    (made / MANIFEST).write_text(format_manifest(compute_manifest_entries(made), step=4))
     return made
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from portable.converters import CheckpointError, check_manifest, compute_entries, format_manifest
+from portable.converters import CheckpointError, check_manifest, compute_manifest_entries, format_manifest
 from portable.converters.errors import raise_unless_panic
 from portable.converters.manifest import MANIFEST
 from portable.converters.similar_names import find_similar
@@ -222,7 +222,7 @@ def train_tokenizer(
 
     def write(draft: Path) -> None:
         _train(source, size, mask, ends, chat).save_pretrained(draft)
-        (draft / MANIFEST).write_text(format_manifest(compute_entries(draft)), "utf-8")
+        (draft / MANIFEST).write_text(format_manifest(compute_manifest_entries(draft)), "utf-8")
 
     return made_once(folder, _open, write)
 
