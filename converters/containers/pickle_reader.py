@@ -367,7 +367,7 @@ def _check_size(root: Any, limit: int) -> None:
                 stack.pop()
                 if kind is Instance and number not in measured:
                     measured[number] = 1, 0
-                    roots += [part for part in value.parts() if part]
+                    roots += [part for part in value.get_parts() if part]
                 continue
             size, depth, pending = 1, 0, []
             if kind is dict:
@@ -390,7 +390,7 @@ def _check_size(root: Any, limit: int) -> None:
                     size += 1
                     if kind is Instance and id(part) not in measured:
                         measured[id(part)] = 1, 0
-                        roots += [inner for inner in part.parts() if inner]
+                        roots += [inner for inner in part.get_parts() if inner]
             if pending:
                 if number in waiting:
                     raise RefusedError("holds a container that contains itself")

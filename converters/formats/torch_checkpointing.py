@@ -105,7 +105,7 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     if not roles.model:
         raise CheckpointError(f"{path / _METADATA}: lists no tensors of a model")
     with prefix_errors(path):
-        stored = {name: leaves[key].tensor() for name, key in roles.model.items()}
+        stored = {name: leaves[key].to_tensor() for name, key in roles.model.items()}
     tensors: dict[str, Tensor] = strip_prefixes(stored, location=str(path))
     keys = dict(zip(tensors, roles.model.values(), strict=True))
     views = {name: view for name, key in keys.items() if (view := _get_view(leaves[key])) is not None}
