@@ -27,7 +27,7 @@ class BatchPlan:
     and sequences without labels fill up the micro-batches: all ranks call the same collectives, and the loss
     is divided by the tokens of the global batch, so the mean is exact. The devices of a rank share a
     micro-batch. If several ranks share each sequence or layer, ``world_size`` and ``rank`` count their
-    groups. Under ``one_program``, devices share sequences, and the compiler cuts these.
+    groups. Under ``one_program``, devices share sequences, and the compiler splits the sequences.
     """
 
     global_batch_size: int
@@ -80,8 +80,9 @@ def plan_batches(
 ) -> BatchPlan:
     """Compute the gradient accumulation from the global batch.
 
-    The default micro-batch size is lowered to a divisor. A size that was set must divide, unless the global
-    batch itself does not divide: then the micro-batches are filled up.
+    The default micro-batch size is lowered to a divisor of the sequences of a rank. A micro-batch size that
+    was set must divide this number. If the number of ranks does not divide the global batch, the last
+    micro-batch of a rank may have fewer sequences and is filled up with sequences without labels.
 
     Raises:
         UserError: If there are more ranks than sequences, or the micro-batch size does not divide.

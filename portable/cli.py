@@ -30,8 +30,7 @@ COMMANDS = {
     "--show-data": "show_data:show_data",
     "--resume-info": "resume_info:describe_checkpoint",
 }
-"""What is asked for besides training, and the module in ``portable.commands`` with the function that does it.
-"""
+"""Commands other than training. Each value is the module in ``portable.commands`` and its function."""
 
 
 def do(name: str, *arguments: Any) -> int:
@@ -129,7 +128,8 @@ def run(invocation: Invocation) -> int:
     if ranks == 1 and not resolved.config.memory.offloads:
         return run_rank(name, resolved, *switches)
     os.environ.update(package.launch_environment(ranks))
-    # Ranks are children, and so is one that fills the host: the parent survives an OOM kill and reports it.
+    # Every rank is a child process, also a single one that may fill the host: the parent survives an OOM kill
+    # and reports it.
     return launch.launch(
         run_rank,
         (name, resolved, *switches),

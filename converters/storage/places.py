@@ -228,7 +228,13 @@ def is_left_over(folder: Place) -> bool:
 
 
 def set_aside(folder: P) -> P:
-    """Mark a damaged folder, which stays but no longer counts; where it is now, or the mark."""
+    """Keep a damaged folder, but make sure that it is no longer used.
+
+    On a disk, the folder is renamed. In an object store, a marker is written into it.
+
+    Returns:
+        The new path of the folder, or the path of the marker.
+    """
     if not in_store(folder):
         return move_folder(folder, unused_name(folder.parent / f"{folder.name}.damaged"))
     aside = folder / DAMAGED

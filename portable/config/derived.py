@@ -62,7 +62,7 @@ INSTEAD_OF = {
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
 }
-"""Settings by the setting that replaces them. Only one of the two is used."""
+"""Keyed by a setting: the setting that it replaces if both have values."""
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NULL = ("null", "none", "~")
 _AFTER_THE_FILES = sys.maxsize // 2
-"""Position of the first flag among the origins of all values."""
+"""Number of the first flag in the order of all settings: settings of files come first."""
 
 
 @dataclass
@@ -196,7 +196,7 @@ def _require_value(words: list[str], flag: str, allowed: str, *, may_be_empty: b
         words: The words after the flag.
         flag: The flag as the user typed it.
         allowed: Description of the allowed values.
-        may_be_empty: Whether an empty word is a value. Otherwise an empty variable of the shell is none.
+        may_be_empty: Whether an empty word is a valid value. It may be the value of an empty shell variable.
     """
     if not words or not (may_be_empty or any(map(str.strip, words))):
         raise UserError(f"{flag} needs a value: {allowed}")

@@ -291,7 +291,7 @@ KEYS: ForeignKeys = {
     "sequence_len": Setting("data.seq_len"),
     "excess_length_strategy": Words("data.truncation", {"drop": "drop", "truncate": "end"}),
     "sample_packing": Switch({"data.packing": "documents"}),
-    "eval_sample_packing": Ignored("set data.packing to documents"),
+    "eval_sample_packing": Ignored("evaluation samples are packed like training samples; set data.packing"),
     "pad_to_sequence_len": Ignored("set data.packing; if it is false, sequences are padded to data.seq_len"),
     **dict.fromkeys(
         ("group_by_length", "max_packed_sequence_len"),

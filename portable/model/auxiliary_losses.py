@@ -77,7 +77,8 @@ class AuxiliaryLosses:
         finally:
             self._zero = None
         loss: Tensor | None = output.loss
-        # Most models add nothing, not even in place. Without the addition of 0, the step is faster.
+        # Most models add nothing to the 0. Return None for them, because adding 0 would take time in each
+        # step.
         if loss is None or (loss is zero and of_torch.changes(loss) == 0):
             return output, None
         return output, loss.float()
@@ -100,7 +101,8 @@ class AuxiliaryLosses:
         signature = inspect.signature(compute_loss)
         if "attention_mask" not in signature.parameters:
             return nullcontext()
-        # Padding has position 0, and a document has at least two positions.
+        # Padding has position 0. The first token of a document does as well, but the next token has position
+        # 1.
         is_later = inputs["position_ids"] > 0
         is_token = (is_later | functional.pad(is_later[:, 1:], (0, 1))).long()
 

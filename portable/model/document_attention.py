@@ -69,7 +69,7 @@ video_llama_3 video_llava vipllava voxtral whisper xglm youtu
 """
 
 KEEP_DOCUMENTS_APART = frozenset(_COMPARED.split())
-"""Model types whose packed documents have the loss and gradients of single ones, as a test compares."""
+"""Model types whose packed documents have the loss and gradients of single documents, as a test shows."""
 
 TEXT_PARTS = frozenset(
     {
@@ -89,7 +89,7 @@ TEXT_PARTS = frozenset(
 """Model types of the text configs of composite models in :data:`KEEP_DOCUMENTS_APART`."""
 
 READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
-"""Of these, the types whose layers compute with the mask themselves, so that it must be a tensor."""
+"""Types in :data:`KEEP_DOCUMENTS_APART` whose layers compute with the mask, so that it must be a tensor."""
 
 _MASKED = ("sdpa", "eager", "flex_attention")
 """The kernels that take the masks made here. Others must take lengths, as flash attention does."""
@@ -294,7 +294,8 @@ class DocumentForward(ForwardWrapper):
             inputs["position_ids"] = inputs.pop(PART_POSITIONS)
         if positions is None:
             return self.__wrapped__(*arguments, **inputs)
-        # The positions are known: transformers would read them to find out.
+        # Otherwise transformers would read the positions on the host to find out whether documents are
+        # packed.
         with no_packed_sequences():
             if "flash" in self._kernel and lengths is not None:
                 return self.__wrapped__(*arguments, **inputs, **_flash_arguments(lengths, positions.shape[1]))
@@ -329,12 +330,12 @@ BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
 
 @dataclass(frozen=True)
 class WithinDocuments:
-    """The mask function of samples whose documents do not see each other.
+    """Mask function of samples whose documents do not see each other.
 
     Attributes:
-        alone: that of a document by itself, of two positions in it.
-        positions: of the tokens in their documents, int64 ``[batch, tokens]``.
-        documents: the number of each token's, int64 ``[batch, tokens]``.
+        alone: Mask function of a single document. It takes the positions of two tokens in the document.
+        positions: Position of each token in its document, int64 ``[batch, tokens]``.
+        documents: Number of the document of each token, int64 ``[batch, tokens]``.
     """
 
     alone: Callable[..., Tensor]
@@ -382,13 +383,13 @@ def _flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
 
 
 class _Documents:
-    """Stands for the mask of a batch, and attends to one document at a time.
+    """Replacement for the mask of a batch that attends to one document at a time.
 
     Args:
-        rows: the lengths of the documents of each sample.
-        function: the causal mask function within a document.
-        local_size: the length up to which it is plainly causal; None for any.
-        make_mask: makes a mask from a function.
+        rows: Lengths of the documents of each sample.
+        function: Mask function within a document.
+        local_size: Largest length at which the mask function is equal to a causal mask. None if it always is.
+        make_mask: Function that makes a mask from a mask function.
     """
 
     def __init__(

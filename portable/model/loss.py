@@ -84,8 +84,8 @@ class LossOutput:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
         sequences: Number of samples in the micro-batch. With SPMD, where all ranks run one program, these are
             the samples of all ranks.
-        weight: The weight that a custom loss returned. None for a built-in loss, which is weighted by the
-            number of valid labels.
+        weight: The weight that a :class:`TrainingLoss` returned. None for the loss of the task, which is
+            weighted by the number of valid labels.
         auxiliary_loss: The model's own auxiliary losses, an fp32 scalar. None if there are none.
         metrics: Sums to log, which are divided by the same global weight as the loss.
         predictions: The most likely class of each position. Only in evaluations with metrics.
@@ -199,7 +199,7 @@ class RequestedOutput(TypedDict):
 class LossForward(ForwardWrapper):
     """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
 
-    Only a forward pass with a request is one of a batch of samples. Without a request, as in
+    A batch of samples always comes with a request. Without a request, as in
     ``model.generate``, ``position_ids`` are not those of packed documents, and may begin after the tokens of
     a cache. Such a pass runs the forward method of the transformers model, without any replacement.
 
@@ -253,7 +253,7 @@ def return_loss_parts(model: Model) -> Model:
 
 
 class TaskLoss:
-    """Summed loss of the task, used if ``train.loss`` names none.
+    """Summed loss of the task, used if there is no :class:`TrainingLoss`.
 
     Args:
         problem_type: ``problem_type`` of the model's config, if any.
@@ -408,7 +408,9 @@ class Objective:
         model: A transformers model, not wrapped.
         global_batch_size: Sequences in an optimizer step, over all ranks.
         head: The model's head, if it can compute token statistics in chunks.
-        custom_loss: The loss that ``train.loss`` names. None for the loss of the task.
+        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss or sources
+        of a
+            mixture. None for the loss of the task.
         compute: The type in which the engine computes if it does not use autocast. None for the type of the
             parameters.
     """

@@ -78,19 +78,27 @@ class Loss(Protocol):
     - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
       starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
     - ``sequences``: how many sequences a sample has, 2 for pairs. By default any number.
-    - ``whole``: True puts every token of a sample among the inputs; by default the last is a label only.
+    - ``whole``: True makes every token of a sample an input. By default, the last token is only a label.
     - ``dropout``: False trains without dropout, unless ``train.dropout`` says otherwise.
-    - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A checkpoint refuses
-      others.
+    - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A run cannot resume
+      with another reference.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
-        """The summed loss of a micro-batch, what it is divided by, and more sums to log, by name.
+        """Compute the loss of a micro-batch, summed over its rows.
 
-        Runs on the device, under autocast where the precision is 16 bits, and must not read from the device.
-        The sums are scalars, additive over the rows of the batch, with one gradient path through ``outputs``.
-        ``labels`` are aligned with the logits; -100 (NaN if they are floats) marks what must not count. The
-        batch has the further columns of ``data.columns``.
+        This method runs on the device, under autocast if the precision is 16 bits, and must not copy values
+        to the host. Gradients flow only through ``outputs``.
+
+        Args:
+            outputs: The outputs of the model that ``needs`` names.
+            batch: The columns of the batch, and those of ``data.columns``. ``labels`` are aligned with the
+                logits. A label of -100 (NaN if labels are floats) must not count.
+
+        Returns:
+            The loss, the weight by which it is divided, and optionally a mapping from names to further values
+            to log. Each is a scalar tensor and a sum over the rows: the value of a batch equals the sum of
+            the values of its two halves.
         """
 
 
@@ -98,10 +106,10 @@ class TrainingLoss:
     """A loss of the user's or a built-in variant, checked and with its defaults filled in.
 
     Args:
-        key: what to call it in messages.
-        loss: the function or object.
-        in_evaluation: whether ``eval_loss`` is its mean, too, or remains the plain one.
-        sources: the names of those of a mixture, of which each step logs the loss and the share.
+        key: Name of the loss in messages.
+        loss: The function or object.
+        in_evaluation: Whether ``eval_loss`` is the mean of this loss. Otherwise it is the cross-entropy.
+        sources: Names of the sources of a mixture. Each step logs their losses and shares.
     """
 
     def __init__(
@@ -184,7 +192,7 @@ class TrainingLoss:
         return self._by_source.name_metrics(means)
 
     def unequal(self, share: float) -> str:
-        """What to say if the weights that it returned are ``share`` times those that it declared."""
+        """Describe the error that the returned weights are ``share`` times the declared weights."""
         said = "the number of labels that are not -100" if self._weight is None else "what its weight() says"
         remedy = (
             "give it weight(batch), computed from the batch alone" if self._weight is None else "correct it"
@@ -240,10 +248,11 @@ class TrainingLoss:
         self._compare(float(total.detach()), float(sum(halves)))
 
     def check_on_host(self, batch: Batch, classes: int) -> None:
-        """The same with made-up outputs, where a look at the device's would compile another graph.
+        """Check on the host, with random outputs, that the loss is a sum over rows.
 
-        Called once, with the first micro-batch on the host. A loss that takes what the model or a pass
-        before returns, or too many logits, is not looked at.
+        On XLA, the check of the real outputs would compile another graph. This method is called once, with
+        the first micro-batch. It checks nothing if the loss needs the result of a pass before training, or
+        too many logits.
         """
         labels = batch["labels"]
         many = LOGITS in self.needs and labels.numel() * classes > _MOST_LOGITS

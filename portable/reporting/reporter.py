@@ -186,7 +186,7 @@ class Reporter(Callback):
         }
         if taken := next((name for name in numbers if name in (*values, "step", "samples", "time")), None):
             raise UserError(
-                f"{taken}: logged by train.loss or a callback, and the name of a metric; rename it"
+                f"{taken}: train.loss or a callback logs a value with the name of a metric; rename the value"
             )
         values |= numbers
         if self._peak_flops is not None:

@@ -1,8 +1,8 @@
 """Whole documents packed into samples of a fixed length.
 
-A plan says which documents share a sample. It depends only on the lengths of the documents, so every rank and
-machine has the same. It is computed once and kept beside the token cache, in the same format: its "documents"
-are the samples, and their "tokens" the numbers of the documents in them.
+A plan assigns documents to samples. It depends only on the lengths of the documents, so it is the same on
+every rank and machine. It is computed once and stored beside the token cache, in the format of the cache: a
+sample is stored like a document, and the indices of its documents are stored like tokens.
 
 The documents are packed by best fit, longest first, in windows of :data:`WINDOW` documents in the order of
 the data set, which is shuffled. A window bounds the memory; with this many, it costs no space.

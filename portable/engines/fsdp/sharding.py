@@ -47,8 +47,8 @@ class ShardedModel:
         averaging: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
             communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
             process group is destroyed.)
-        average_gradients: averages the gradients of parameters that each of the ranks that share layers has
-            whole; called before each update.
+        average_gradients: Averages the gradients of parameters that are not sharded between tensor-parallel
+            ranks. Called before each update.
     """
 
     model: nn.Module
