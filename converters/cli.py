@@ -28,7 +28,7 @@ from portable.converters.errors import CheckpointError, CommandError, to_printab
 from portable.converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, WRITERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from portable.converters.convert_checkpoint import Conversion
 
@@ -239,9 +239,9 @@ def _report(error: CheckpointError, *, as_json: bool) -> int:
 
 def _run_subcommand(arguments: list[str]) -> int:
     """Run `inspect` or `diff`, which write nothing."""
-    from portable.converters import inspect_and_diff
+    from portable.converters.inspect_and_diff import run_diff, run_inspect
 
-    command: Callable[..., int] = getattr(inspect_and_diff, arguments[0])
+    command = {"inspect": run_inspect, "diff": run_diff}[arguments[0]]
     return command(partial(_ConvertParser, allow_abbrev=False), arguments[1:])
 
 

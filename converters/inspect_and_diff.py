@@ -123,7 +123,7 @@ def list_tensors(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Tensor
     return tensors
 
 
-def inspect(parser: Parser, argv: Sequence[str]) -> int:
+def run_inspect(parser: Parser, argv: Sequence[str]) -> int:
     """Run `portable-convert inspect`; returns the exit code."""
     arguments = parser(
         prog="portable-convert inspect",
